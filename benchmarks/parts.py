@@ -3,7 +3,7 @@
     python -m benchmarks parts                      # both models
     python -m benchmarks parts --device cuda --only experts
 
-For each model: the share of an eager forward's time in dispatched modules, the largest relative difference of 20 losses
+Measures for each model the share of an eager forward's time in dispatched modules, the largest difference of 20 losses
 from eager's (AdamW, dropout on, one seed), and medians of a step (forward and backward), peers by turns. ``experts``
 routes tokens in a Python loop over the selected experts; ``filter`` uses NumPy between its layers to select tokens.
 """

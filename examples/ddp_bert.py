@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node 2 -m examples.ddp_bert --fsdp
 
 The layers are dispatched before the model is wrapped: FSDP2 replaces their parameters by shards. Nothing else in the
-script knows about it.
+script depends on it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS, BATCH = 10, 4
 
 def train(model: nn.Module, loader: DataLoader) -> list[float]:
     """``STEPS`` optimizer steps; this process's losses."""
-    torch.manual_seed(1 + dist.get_rank())  # every process drops out other units
+    torch.manual_seed(1 + dist.get_rank())  # every process drops other units
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     losses = []
     for _, batch in zip(range(STEPS), loader, strict=False):

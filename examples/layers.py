@@ -1,4 +1,4 @@
-"""A small BERT, its data, and the dispatch of its encoder layers: what the examples share."""
+"""Shared parts of the examples: a small BERT, its data, and the dispatch of its encoder layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY = 500
 
 
 def make_model(*, layers: int, hidden: int, seed: int = 0, **options: Any) -> BertForSequenceClassification:
-    """A BERT with random initial weights, dropout 0.1, that tells two kinds of sequences apart."""
+    """A BERT with random initial weights and dropout 0.1 that classifies two kinds of sequences."""
     config = BertConfig(
         vocab_size=VOCABULARY,
         num_hidden_layers=layers,
@@ -33,7 +33,7 @@ def make_model(*, layers: int, hidden: int, seed: int = 0, **options: Any) -> Be
 
 
 def make_examples(count: int, length: int, *, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Sequences of ``length`` tokens from the manual that ships with CPython; the label: its first half or its second.
+    """Sequences of ``length`` tokens from the manual that ships with CPython; the label is the manual's half.
 
     The last tokens of every third sequence are padding.
     """
@@ -54,14 +54,15 @@ def make_examples(count: int, length: int, *, seed: int = 0) -> list[dict[str, T
 
 
 def dispatch_layers(model: BertForSequenceClassification, batch: dict[str, Any]) -> list[nn.Module]:
-    """Dispatches the encoder layers for calls like those that ``model(**batch)`` makes of them.
+    """Dispatches the encoder layers for their calls in ``model(**batch)``.
 
     A training calls its layers in several ways: without an attention mask where no token is padding, in evaluation,
-    with another batch size at the end of an epoch. ``on_miss="compile"`` compiles each of the others when it comes.
+    with
+    another batch size at the end of an epoch. ``on_miss="compile"`` compiles each of these when it first occurs.
 
     Args:
         model: in train mode.
-        batch: what the training passes to the model.
+        batch: keyword arguments of the model in the training.
 
     Returns:
         The layers.
@@ -73,7 +74,7 @@ def dispatch_layers(model: BertForSequenceClassification, batch: dict[str, Any])
 
 
 def _calls(model: nn.Module, layers: list[nn.Module], batch: dict[str, Any]) -> list[tuple[tuple, dict[str, Any]]]:
-    """The positional and keyword arguments of each layer in one call of the model, off its autograd graph."""
+    """The positional and keyword arguments of each layer in one call of the model, detached from its graph."""
     seen: list[tuple[tuple, dict[str, Any]]] = []
 
     def record(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

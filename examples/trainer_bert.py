@@ -2,8 +2,8 @@
 
     python -m examples.trainer_bert [--device cuda]
 
-All that a script of one's own needs is ``callbacks=[TrainerDispatch()]``: the ``Trainer`` is as it was, with gradient
-accumulation, clipping, evaluation, checkpoints, and a second run that resumes from one.
+A script only needs ``callbacks=[TrainerDispatch()]``: the ``Trainer`` is unchanged, with gradient accumulation,
+clipping, evaluation, checkpoints, and a second run that resumes from one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS, EVERY, BATCH = 30, 10, 4
 
 @dataclass(frozen=True)
 class Run:
-    """What one fine-tuning logged (a training loss for each step, an evaluation every ``EVERY``) and dispatched."""
+    """The log of one fine-tuning (a training loss per step, an evaluation every ``EVERY``) and its dispatch counts."""
 
     log: list[dict[str, float]]
     hits: list[int]
@@ -45,7 +45,7 @@ def fine_tune(
     length: int,
     device: str = "cpu",
 ) -> Run:
-    """``STEPS`` optimizer steps of two micro-batches; with ``resume``, those from the checkpoint half-way on."""
+    """``STEPS`` optimizer steps of two micro-batches; with ``resume``, only the steps after the checkpoint half-way."""
     model = make_model(**size)
     examples, held_out = make_examples(64, length), make_examples(2 * BATCH, length, seed=1)
     callback = TrainerDispatch("BertLayer")
@@ -82,13 +82,13 @@ def fine_tune(
 
 
 def losses(run: Run) -> list[tuple[int, str, float]]:
-    """Every loss and gradient norm that was logged, with its step."""
+    """Every logged loss and gradient norm, with its step."""
     names = ("loss", "eval_loss", "grad_norm")
     return [(entry["step"], name, float(entry[name])) for entry in run.log for name in names if name in entry]
 
 
 def largest_difference(run: Run, other: Run) -> float:
-    """Of anything that :func:`losses` lists; infinite if the two runs did not log the same things."""
+    """The largest difference of the values in :func:`losses`; infinite if the two runs logged different keys."""
     mine, theirs = losses(run), losses(other)
     if [entry[:2] for entry in mine] != [entry[:2] for entry in theirs]:
         return float("inf")
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the Trainer's first GPU")
     options = parser.parse_args()
-    if options.device == "cuda":  # of several GPUs, Trainer would make a copy of the model on each at every step
+    if options.device == "cuda":  # with several GPUs, Trainer would copy the model to each at every step
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     size: dict[str, Any] = {"layers": options.layers, "hidden": options.hidden}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,19 +1,19 @@
-"""A frozen corpus of calls: what one tree makes of them, against another.
+"""A frozen corpus of calls: the results of one tree against another's.
 
-    python -m tests.corpus freeze --out .corpus                       # this tree's answers
-    python -m tests.corpus compare --with .corpus                     # a later tree's, beside them
+    python -m tests.corpus freeze --out .corpus                       # this tree's results
+    python -m tests.corpus compare --with .corpus                     # a later tree's results beside them
     python -m tests.corpus compare --with .corpus --only zoo 'opinfo/fft*' --jobs 2
-    python -m tests.corpus compare --with .corpus --diff plain/17     # what differs in one case, as text
+    python -m tests.corpus compare --with .corpus --diff plain/17     # the differences of one case, as text
 
 Suites: plain, dynamic, loops (seeds of the fuzzer), zoo, moduleinfo, special, opinfo. The 4,000 cases take an hour and
-a quarter of a processor: 1.1 s for a plain seed, 2.5 s for one of the other two, 6 s for a tiny model, 0.4 s for a
-sample of torch's; --count 500 is a quarter of each suite, --jobs 2 halves the time where two processors are free.
-Records are lines that are added as cases end: freeze goes on where it was ended, and a longer --count adds to a shorter
+a quarter of a processor: 1.1 s for a plain seed, 2.5 s for a seed of the other two, 6 s for a tiny model, 0.4 s for one
+of torch's samples; --count 500 is a quarter of each suite, --jobs 2 halves the time where two processors are free.
+Records are lines that are added as cases end: an interrupted freeze continues, and a longer --count adds to a shorter
 one; compare does so with --now. Bits and program text depend on the machine: freeze and compare on one.
 
-compare exits 1 if a case that was dispatched is refused, wrong (by 1e-10 in float64, by more than rounding in other
-types) or raises, is served by fewer compiled calls, or moves a generator elsewhere. Text of programs, bits within
-tolerance and refusals are listed, not judged.
+compare exits 1 if a dispatched case is now refused, wrong (by 1e-10 in float64, by more than rounding in other types)
+or raises, hits compiled code in fewer calls, or leaves another generator state. Text of programs, bits within tolerance
+and refusals are listed, not judged.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace, names: list[str], store: Store) -> Counter
     known = store.names()
     counts: Counter[str] = Counter()
     names = [name for name in names if name not in known]
-    tqdm.set_lock(threading.RLock())  # not one for processes, which would outlive them
+    tqdm.set_lock(threading.RLock())  # not a lock for processes, which would outlive them
     with tqdm(total=len(names), unit="case", mininterval=5.0, disable=len(names) < 2) as progress:
 
         def report(record: dict[str, Any]) -> None:

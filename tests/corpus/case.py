@@ -1,4 +1,4 @@
-"""A case of the corpus: a module, how dispatch is added to it, and calls; what one call left behind."""
+"""A case of the corpus: a module, a way to dispatch it, and calls; the visible effects of one call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Case", "Seen"]
 
 @dataclass(frozen=True)
 class Seen:
-    """What a caller sees of one call.
+    """The visible effects of one call.
 
     Attributes:
-        values: outputs, gradients, buffers and the generator's state, by name; tensors or anything else.
-        form: how the result is built (structure, requires_grad, strides, shared memory), as text.
+        values: outputs, gradients, buffers and the generator's state, by name; tensors or other objects.
+        form: the result's metadata (structure, requires_grad, strides, shared memory), as text.
     """
 
     values: Mapping[str, Any]
@@ -28,13 +28,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Case:
-    """Something to be dispatched and called.
+    """A module to dispatch and call.
 
     Attributes:
         make: a new module, always with the same numbers.
         add: adds dispatch to it.
         calls: one forward and one backward each, with arguments of its own.
-        about: the text that tells whether two trees mean the same case.
+        about: a text that identifies the case in both trees.
         context: entered around all of it.
     """
 

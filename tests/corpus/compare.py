@@ -1,4 +1,4 @@
-"""Two records of one case → what differs between them, in words; many pairs → a report."""
+"""Two records of one case → their differences, in words; many pairs → a report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Difference", "Report", "differences", "text_diff"]
 Record = Mapping[str, Any]
 
 FAILURES = ("worse status", "wrong numbers", "other form", "generator", "fewer hits")
-"""Kinds of differences that may not be; ``tests.corpus compare`` exits 1 for them."""
+"""Kinds of differences that fail; ``tests.corpus compare`` exits 1 for them."""
 CHANGES = (
     "bits within tolerance",
     "program text",
@@ -30,14 +30,14 @@ CHANGES = (
     "other status",
     "another case",
 )
-"""The other kinds, in the order in which they are told."""
+"""The other kinds, in the order of the report."""
 COUNTS = ("entries", "kernels", "steps", "saved", "hits", "misses")
 MOST_LISTED = 40
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one case: what kind it is, of :data:`FAILURES` or :data:`CHANGES`, and the words."""
+    """A difference of one case: its kind, of :data:`FAILURES` or :data:`CHANGES`, and a text."""
 
     kind: str
     words: str
@@ -48,7 +48,7 @@ class Difference:
 
 
 def differences(now: Record, before: Record) -> list[Difference]:
-    """Everything in which a case's record differs from an earlier one; empty where they are equal."""
+    """All differences of a case's record from an earlier one; empty if they are equal."""
     if "about" in now and "about" in before and now["about"] != before["about"]:
         return [Difference("another case", "what makes the case has changed: freeze it anew with the earlier tree")]
     return [*_of_status(now, before), *_of_values(now, before), *_of_texts(now, before), *_of_counts(now, before)]
@@ -71,7 +71,7 @@ def _of_status(now: Record, before: Record) -> Iterator[Difference]:
 
 
 def _of_values(now: Record, before: Record) -> Iterator[Difference]:
-    """The values of one that was refused are eager's: those that are dispatched now have to be the same."""
+    """Differing values; a refused case has eager's values, which a dispatch must now match."""
     if "values" not in now or "values" not in before:
         return
     mine, its = now["values"], before["values"]
@@ -112,7 +112,7 @@ def _of_texts(now: Record, before: Record) -> Iterator[Difference]:
 
 
 def _numbered(program: str) -> str:
-    """A program's text with numbers for the names of values, in the order in which they are first read or made."""
+    """A program's text with numbered names of values, in the order of their first use."""
     numbers: dict[str, str] = {}
 
     def renamed(words: str) -> str:
@@ -139,7 +139,7 @@ def _of_counts(now: Record, before: Record) -> Iterator[Difference]:
 
 
 def _brief(reason: str) -> str:
-    """The line of a refusal that names what is refused."""
+    """The line of a refusal that names the refused part."""
     lines = [line.strip() for line in reason.splitlines()] or [""]
     return (lines[1] if len(lines) > 1 and "cannot be dispatched" in lines[0] else lines[0])[:200]
 
@@ -168,7 +168,7 @@ def _texts(record: Record) -> Mapping[str, Any]:
 
 @dataclass
 class Report:
-    """What became of the cases that were compared; ``print`` it."""
+    """The result of the compared cases; ``print`` it."""
 
     equal: int = 0
     cases: int = 0
@@ -178,7 +178,7 @@ class Report:
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add(self, now: Record, before: Record) -> list[Difference]:
-        """Takes a pair in; the differences."""
+        """Adds a pair; returns its differences."""
         found = differences(now, before)
         self.cases += 1
         self.equal += not found

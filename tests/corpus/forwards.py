@@ -1,7 +1,7 @@
-"""How often the user's ``forward`` runs: frames of its code are counted by a trace function.
+"""Number of runs of the user's ``forward``: a trace function counts frames of its code.
 
-Nothing is wrapped, so guards and captures see the module as it is; ``sys.setprofile``, which capture uses itself, is
-left alone. The price is half as much time again.
+Nothing is wrapped, so guards and captures see the module as it is, and ``sys.setprofile``, which capture uses, is left
+alone. It adds half of the running time.
 """
 
 from __future__ import annotations

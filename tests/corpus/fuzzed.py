@@ -1,4 +1,4 @@
-"""Seeds of the fuzzer as cases: plain modules, sizes that vary, loops over time."""
+"""Seeds of the fuzzer as cases: plain modules, dynamic sizes, loops over time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.fuzz.program import PREAMBLE, Arguments, Program, make_arguments, mak
 __all__ = ["dynamic", "loops", "plain"]
 
 CALLS = 2
-"""Of a plain module: the sample's numbers, then others."""
+"""Calls of a plain module: with the sample's numbers, then with others."""
 SIZES = 3
-"""Of those in a variation's range that are called, the sample's first."""
+"""Number of called sizes in a variation's range, the sample's first."""
 
 
 def plain(name: str) -> Case:
@@ -34,7 +34,7 @@ def plain(name: str) -> Case:
 
 
 def loops(name: str) -> Case:
-    """A seed of ``python -m tests.fuzz --loops``: short loops are recorded, too."""
+    """A seed of ``python -m tests.fuzz --loops``; short loops are recorded as well."""
     seed = int(name)
     return _case(generate_loop(seed), context=_short_loops)
 

@@ -1,6 +1,6 @@
-"""Tensors ↔ plain data that fits a line of JSON, and how far two of them are apart.
+"""Tensors ↔ plain data for a line of JSON, and the distance between two of them.
 
-Every bit of a tensor is in its digest. Of a small tensor all numbers are kept beside it, of a large one some.
+Every bit of a tensor is in its digest. A small tensor keeps all its numbers beside it, a large one a sample.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ __all__ = ["TOLERANCES", "apart", "digest", "pack", "pack_text", "scrubbed", "un
 Plain = dict[str, Any]
 
 MOST_KEPT = 512
-"""Elements up to which all are kept."""
+"""The most elements that are kept completely."""
 SAMPLED = 128
-"""Elements that are kept of larger tensors, about, evenly spread."""
+"""The approximate number of kept elements of larger tensors, evenly spread."""
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
-"""Difference relative to the largest element that is another order of sums, by element type; complex: of the parts."""
+"""Differences of another order of sums, relative to the largest element, by dtype; complex: of the parts."""
 
 _ROOT = str(Path(__file__).parents[2])
 _VARYING = (
     (re.compile(r"0x[0-9a-f]{6,}"), "0x"),
-    (re.compile(r"(fuzz/\d+)-[0-9a-f]{1,6}"), r"\1"),  # a hash of text, another one in each process
+    (re.compile(r"(fuzz/\d+)-[0-9a-f]{1,6}"), r"\1"),  # a hash of text, different in each process
 )
 
 
 def digest(data: bytes) -> str:
-    """Enough of SHA-256 to tell records apart."""
+    """A short SHA-256 that tells records apart."""
     return hashlib.sha256(data).hexdigest()[:24]
 
 
 def scrubbed(text: str) -> str:
-    """Text without what differs between two runs: addresses, hashes, where the checkout lies."""
+    """Text without parts that differ between two runs: addresses, hashes, the checkout's path."""
     for pattern, replacement in _VARYING:
         text = pattern.sub(replacement, text)
     return text.replace(_ROOT + "/", "")
@@ -58,7 +58,7 @@ def unpack_text(packed: Plain) -> str:
 
 
 def pack(value: Any) -> Plain:
-    """Any result of a call: a tensor with its digest and numbers; anything else as text."""
+    """A result of a call: a tensor as its digest and numbers; any other object as text."""
     if not isinstance(value, Tensor):
         return {"is": scrubbed(repr(value))[:500]}
     tensor = value.detach()
@@ -91,10 +91,10 @@ def _kept(packed: Plain) -> Tensor:
 
 
 def apart(one: Plain, other: Plain) -> tuple[str, bool] | None:
-    """How two packed values differ, in words, and whether that is more than another order of sums.
+    """The difference of two packed values, in words, and whether it exceeds another order of sums.
 
     ``None`` if they are equal in every bit. The measure is the largest difference relative to the largest element of
-    ``other``; what is nan or infinite in one has to be so in the other.
+    ``other``; nan and infinite elements must coincide.
     """
     if one == other or ("sha" in one and one.get("sha") == other.get("sha") and _form(one) == _form(other)):
         return None
@@ -117,7 +117,7 @@ def apart(one: Plain, other: Plain) -> tuple[str, bool] | None:
 
 
 def _real_type(packed: Plain) -> str:
-    """The name of the element type, of a complex one that of its parts."""
+    """The name of the dtype; of a complex one, the dtype of its parts."""
     dtype = getattr(torch, packed["dtype"])
     return str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
 
@@ -143,7 +143,7 @@ def _ratio(difference: float, scale: float) -> float:
 
 
 def _root_mean_square(packed: Plain) -> float:
-    """Of a tensor of which some elements are kept: its largest one is no smaller."""
+    """Root mean square of a tensor with only some elements kept, a lower bound of its largest element."""
     return _finite(packed["norm"]) / math.sqrt(math.prod(packed["shape"])) if "norm" in packed else 0.0
 
 

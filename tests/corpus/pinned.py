@@ -1,4 +1,4 @@
-"""What makes two runs of one tree equal: nothing is chosen by a clock, and no case sees what an earlier one left."""
+"""Reproducible runs of one tree: no choice depends on a clock, and no case on an earlier one."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from bridge.trials import Pace
 __all__ = ["ENVIRONMENT", "fresh", "pinned", "seeded"]
 
 NOISY = ("torch.fx", "torch.export", "torch._export", "bridge")
-"""Loggers that print graphs of what is refused, or advice."""
+"""Loggers that print graphs of refused programs, or advice."""
 
 
 ENVIRONMENT = {"BRIDGE_CACHE": "0", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-"""No disk cache, one thread, one order of sets of strings; the last two are for processes that are started."""
+"""No disk cache, one thread, one order of sets of strings; the last two are for new processes."""
 
 
 @contextmanager
 def pinned() -> Iterator[None]:
-    """While active, what is otherwise decided by measuring is decided by rule, as in ``tests/conftest.py``.
+    """While active, rules replace choices by measuring, as in ``tests/conftest.py``.
 
     A product is generated code where that is a candidate and torch's elsewhere; a recurrent layer is oneDNN's; a small
-    call is timed beside eager three times, which are three runs of ``forward``.
-    Loggers, generators and the number of threads are put back.
+    call is timed beside eager three times, with three runs of ``forward``.
+    Restores loggers, generators and the number of threads.
     """
     loggers = [logging.getLogger(noisy) for noisy in NOISY]
     levels, threads = [logger.level for logger in loggers], torch.get_num_threads()
@@ -60,7 +60,7 @@ def pinned() -> Iterator[None]:
 
 
 def fresh(seed: int = 0) -> None:
-    """Forgets what the process has captured, lowered and compiled, and seeds every generator."""
+    """Resets the process's captured, lowered and compiled calls, and seeds every generator."""
     SESSION.reset("lowerings", "programs", "choices")
     gc.collect()
     seeded(seed)

@@ -27,7 +27,7 @@ from tests.corpus.suites import make_case
 __all__ = ["ABSENT", "CRASH", "EAGER_ERROR", "OK", "REFUSED", "failed_record", "record_of"]
 
 OK, REFUSED, EAGER_ERROR, CRASH, ABSENT = "ok", "refused", "eager-error", "crash", "absent"
-"""Dispatched; refused by name; eager raises, too; an error that eager does not raise; no such sample."""
+"""Dispatched; refused by name; eager raises as well; an error that eager does not raise; a missing sample."""
 
 SEED = 11
 
@@ -35,7 +35,7 @@ Record = dict[str, Any]
 
 
 def record_of(name: str, forwards: str = "all") -> Record:
-    """What this tree makes of a case, from a clean state; nothing is raised, and the process is left as it was."""
+    """This tree's results of a case, from a clean state; does not raise, and restores the process's state."""
     started, worked = time.perf_counter(), time.process_time()
     with pinned(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -43,19 +43,19 @@ def record_of(name: str, forwards: str = "all") -> Record:
         try:
             case = make_case(name)
             found = {"status": ABSENT} if case is None else _found(case, is_counted(name, forwards))
-        except Exception as error:  # noqa: BLE001 - listing whatever goes wrong is the job
+        except Exception as error:  # noqa: BLE001 - every error is listed
             found = {"status": CRASH, "reason": _words(error)}
     spent = time.perf_counter() - started, time.process_time() - worked
     return {"case": name, **found, "seconds": round(spent[0], 2), "worked": round(spent[1], 2)}
 
 
 def is_counted(name: str, forwards: str) -> bool:
-    """Whether runs of ``forward`` are counted in a case: of ``"some"``, in a quarter, always the same."""
+    """Whether a case counts runs of ``forward``: with ``"some"``, always the same quarter of the cases does."""
     return forwards == "all" or (forwards == "some" and zlib.crc32(name.encode()) % 4 == 0)
 
 
 def failed_record(name: str, reason: str, seconds: float) -> Record:
-    """Of a case whose process died, or that took too long."""
+    """The record of a case whose process died or took too long."""
     return {"case": name, "status": CRASH, "reason": reason, "seconds": round(seconds, 2)}
 
 
@@ -85,14 +85,14 @@ def _found(case: Case, count_forwards: bool) -> Record:
 
 
 def _called(case: Case, module: nn.Module) -> Record:
-    """The values of all calls: dispatched, or eager's of a module that was refused."""
+    """The values of all calls: dispatched ones, or eager's of a refused module."""
     values: Record = {}
     forms: dict[str, str] = {}
     for index, call in enumerate(case.calls):
         name = f"call {index}"
         try:
             seen: Seen = call(module)
-        except Exception as error:  # noqa: BLE001 - eager may raise here, too; what is raised has to stay
+        except Exception as error:  # noqa: BLE001 - eager may raise here as well; the error has to stay the same
             values[name] = {"is": f"raises {_first_line(error)}"}
             continue
         values |= {f"{name}, {key}": pack(value) for key, value in seen.values.items()}
@@ -108,7 +108,7 @@ def _counts(module: nn.Module) -> Record:
     texts: dict[str, str] = {}
     for index, entry in enumerate(entries):
         texts |= {f"entry {index} {name}": program_text(program) for name, program in _programs(entry)}
-        texts[f"entry {index} captured"] = entry.lowered.stages[0].script().partition("\n")[2]  # behind the seconds
+        texts[f"entry {index} captured"] = entry.lowered.stages[0].script().partition("\n")[2]  # without the seconds
     return {
         "hits": counted_calls.hits,
         "misses": {scrubbed(reason): count for reason, count in counted_calls.misses.items()},
@@ -127,7 +127,7 @@ def _programs(entry: Entry) -> Iterator[tuple[str, Program]]:
 
 
 def program_text(program: Program) -> str:
-    """Instructions, constants and kernels of a program; without the seconds that compiling took."""
+    """Instructions, constants and kernels of a program, without compile times."""
     head, _, steps = str(program).partition("\n")
     constants = [f"constant {slot}: {_constant(tensor)}" for slot, tensor in program.constants]
     kernels = [f"{name}:\n{_script(function)}" for name, function in program.kernels.items()]
@@ -137,7 +137,7 @@ def program_text(program: Program) -> str:
 def _script(function: PrimFunc) -> str:
     try:
         return function.script()
-    except tvm.error.InternalError:  # TVM's printer computes, and does not divide by zero
+    except tvm.error.InternalError:  # TVM's printer evaluates, and cannot divide by zero
         return tvm.ir.save_json(function)
 
 

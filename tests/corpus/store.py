@@ -1,4 +1,4 @@
-"""A folder of records: ``header.json`` says what made them, ``records.jsonl`` has a line per case."""
+"""A folder of records: ``header.json`` identifies their origin, ``records.jsonl`` has a line per case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Store", "header_of_this_tree"]
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bridge", "autodiff", "partition")
 IDENTITY = ("sources", "torch", "tvm", "python", "cpu", "features")
-"""Of a header: what has to be equal for records to lie in one folder."""
+"""The header's entries that all records of a folder share."""
 
 
 def header_of_this_tree() -> dict[str, str]:
@@ -63,7 +63,7 @@ class Store:
         return json.loads(self._header.read_text()) if self._header.exists() else {}
 
     def begin(self, header: dict[str, str]) -> None:
-        """Goes on with a folder of the same sources and versions, or begins one."""
+        """Continues a folder of the same sources and versions, or begins one."""
         found = self.header
         other = [name for name in IDENTITY if found and found.get(name) != header[name]]
         if other:
@@ -74,12 +74,12 @@ class Store:
             self._header.write_text(json.dumps(header, indent=1) + "\n")
 
     def add(self, record: dict[str, Any]) -> None:
-        """Appends a record; it is on disk when this returns."""
+        """Appends a record and writes it to disk."""
         with self._records.open("a") as file:
             file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """All records; a line that was cut off when a run was ended is none."""
+        """All records; ignores a line that an interrupted run has cut off."""
         if not self._records.exists():
             return
         with self._records.open() as file:
@@ -92,6 +92,6 @@ class Store:
         return {record["case"] for record in self}
 
     def mend(self) -> None:
-        """Ends a line that was cut off, so that the next one is not lost with it."""
+        """Ends a cut-off line, so that the next one is not lost with it."""
         if self._records.exists() and (data := self._records.read_bytes()) and not data.endswith(b"\n"):
             self._records.write_bytes(data[: data.rfind(b"\n") + 1])

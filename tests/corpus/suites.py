@@ -1,4 +1,4 @@
-"""Suites of the corpus: names of cases, and a name → its case. Modules of a suite are imported when it is asked for."""
+"""Suites of the corpus: names of cases, and a name → its case. A suite's modules are imported at its first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.corpus.case import Case
 __all__ = ["FUZZ_SEEDS", "SUITES", "chosen", "imports_of", "make_case"]
 
 FUZZ_SEEDS = 2000
-"""Of the whole corpus; ``--count`` is a part of them, and the same part of every other suite is taken."""
+"""Fuzz seeds of the whole corpus; ``--count`` selects a part of them, and the same part of every other suite."""
 
 FUZZ_SHARES = {"plain": 0.6, "dynamic": 0.2, "loops": 0.2}
 
@@ -24,7 +24,7 @@ _OPERATORS = "torch.testing._internal.common_methods_invocations"
 
 @dataclass(frozen=True)
 class Suite:
-    """Attributes: ``maker``: module and function that make a case; ``names``: the names of all, if it is no seed's."""
+    """Attributes: ``maker``: module and function that make a case; ``names``: all names of a suite without seeds."""
 
     maker: tuple[str, str]
     names: Callable[[], Sequence[str]] | None = None
@@ -70,13 +70,13 @@ def chosen(only: Sequence[str] = (), count: int = FUZZ_SEEDS, seed: int = 0) -> 
     """Names of cases, ``suite/name``, suite by suite.
 
     Args:
-        only: suites, or patterns of names such as ``zoo/bert*``; all suites if there are none. A pattern chooses among
-            all cases of its suite.
+        only: suites, or patterns of names such as ``zoo/bert*``; all suites if empty. A pattern applies to all cases of
+            its suite.
         count: fuzz seeds of the whole corpus; of the other suites the same part is taken, evenly spread.
-        seed: of the first of each fuzz suite.
+        seed: of the first case of each fuzz suite.
 
     Raises:
-        ValueError: something in ``only`` is no suite's.
+        ValueError: an entry of ``only`` matches no suite.
     """
     found: list[str] = []
     for wanted in only or SUITES:
@@ -97,7 +97,7 @@ def chosen(only: Sequence[str] = (), count: int = FUZZ_SEEDS, seed: int = 0) -> 
 
 
 def make_case(name: str) -> Case | None:
-    """The case of a name, ``suite/name``; ``None`` if there is no such sample."""
+    """The case of a name, ``suite/name``; ``None`` if that sample does not exist."""
     suite, _, rest = name.partition("/")
     module, function = SUITES[suite].maker
     return getattr(importlib.import_module(module), function)(rest)

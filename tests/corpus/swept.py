@@ -29,7 +29,7 @@ __all__ = ["moduleinfo", "numbered", "opinfo", "special", "zoo"]
 
 
 def numbered(names: Sequence[str], samples: int) -> list[str]:
-    """``name#0``, ``name#1``, … of each; one that has fewer samples is absent."""
+    """``name#0``, ``name#1``, … for each name; missing samples are absent."""
     return [f"{name}#{index}" for name in names for index in range(samples)]
 
 
@@ -70,11 +70,11 @@ def opinfo(name: str) -> Case | None:
 
 
 SPREAD = 4
-"""Parts of a list of samples, of whose ends numbers 0 to 3 are taken: the first, the last, those between."""
+"""Parts of a list of samples, whose ends are numbers 0 to 3: the first, the last, those between."""
 
 
 def _spread(samples: Sequence[Any], index: int) -> Any | None:
-    """Sample number ``index`` of those that are spread over all of them; ``None`` if there are fewer."""
+    """Sample number ``index`` of a few evenly spread ones; ``None`` if there are fewer."""
     order = (0, SPREAD - 1, 1, 2)
     places = list(dict.fromkeys(round(i * (len(samples) - 1) / (SPREAD - 1)) for i in order)) if samples else []
     return samples[places[index]] if index < len(places) else None
@@ -96,7 +96,7 @@ def _case(
 
     def add(dispatched: nn.Module) -> None:
         sample = arguments()
-        if lazy:  # its first call gives it its shapes
+        if lazy:  # its first call sets its shapes
             add_tvm_dispatch(dispatched)
             return
         add_tvm_dispatch(dispatched, sample.args, sample_kwargs=sample.kwargs or None)

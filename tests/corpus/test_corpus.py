@@ -1,4 +1,4 @@
-"""The corpus of one tree is equal to itself, and a planted difference of each kind is told."""
+"""The corpus of one tree equals itself, and a planted difference of each kind is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.corpus.suites import SUITES, chosen
 from tests.fuzz import play
 
 CASES = ["plain/3", "plain/55", "moduleinfo/nn.ReLU#0"]
-"""A refused one, two that are dispatched."""
+"""A refused case, and two dispatched ones."""
 
 
 @pytest.fixture(scope="module")

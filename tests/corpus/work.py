@@ -1,4 +1,4 @@
-"""Cases → records, in processes of their own: one that dies or does not end is a record of its own."""
+"""Cases → records, in separate processes: a process that dies or does not end gives a record as well."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["records"]
 Record = dict[str, Any]
 
 MOST_SERVED = 250
-"""Cases of one process: each leaves a megabyte behind, in caches of torch's and TVM's."""
+"""The most cases of one process: each leaves a megabyte in torch's and TVM's caches."""
 
 
 def records(
@@ -33,9 +33,9 @@ def records(
     """Calls ``report`` with each case's record as it ends.
 
     Args:
-        jobs: processes; 0: in this one, without a limit of time.
-        seconds: of one case, then it is a crash.
-        forwards: in which cases runs of ``forward`` are counted: ``"all"``, ``"some"`` or ``"none"``.
+        jobs: processes; 0: in this one, without a time limit.
+        seconds: the limit of a case, after which it is a crash.
+        forwards: the cases that count runs of ``forward``: ``"all"``, ``"some"`` or ``"none"``.
     """
     if jobs == 0:
         for name in names:
@@ -56,7 +56,7 @@ def records(
 
 def _serve(forwards: str, connection: Connection) -> None:
     gc.collect()
-    gc.freeze()  # torch's and TVM's objects stay: collections between cases are quick
+    gc.freeze()  # torch's and TVM's objects stay: collections between cases become fast
     connection.send(None)
     for served, name in enumerate(iter(connection.recv, None), 1):
         connection.send({**record_of(name, forwards), "served": served})

@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz --count 500 --seed 0``: random modules beside eager; what became of each, and every bug."""
+"""``python -m tests.fuzz --count 500 --seed 0``: random modules beside eager; the verdict of each, and every bug."""
 
 from __future__ import annotations
 

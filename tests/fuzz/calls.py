@@ -1,4 +1,4 @@
-"""Ways of calling a module: like its sample, and in all the ways in which loops differ from it."""
+"""Ways of calling a module: as in its sample, and with the variations that occur in training loops."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ __all__ = ["Call", "calls_of", "every", "nothing"]
 
 
 TWICE = 0.4
-"""Share of the programs of which a call has a second derivative."""
+"""The share of programs with a second derivative in one call."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One way of calling a module.
+    """A call of a module.
 
     Attributes:
-        name: what is special about it.
+        name: its variation.
         arguments: makes them, new at each call.
-        change: done to the module before it.
-        outputs: which of so many outputs get a grad_out.
+        change: a change of the module before it.
+        outputs: number of outputs → which of them get a grad_out.
         context: entered around the forward.
-        special: whether an argument holds special values: what is finite, infinite or nan is compared by element.
+        special: whether an argument holds special values: then finite, infinite and nan elements are compared one by
+            one.
         strange: whether eager may refuse the arguments' values.
         twice: whether its gradients are differentiated again.
     """
@@ -85,7 +86,7 @@ def _freeze(module: nn.Module) -> None:
 
 
 def _renew(module: nn.Module) -> None:
-    """Other parameter objects, as ``load_state_dict(assign=True)`` leaves them; tied ones stay tied."""
+    """New parameter objects, as after ``load_state_dict(assign=True)``; tied ones stay tied."""
     renewed: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in list(child._parameters.items()):
@@ -107,7 +108,7 @@ def _renumber(module: nn.Module) -> None:
 
 
 def _retensor(module: nn.Module) -> None:
-    """Other tensors in its attributes, in lists and dictionaries, too."""
+    """Other tensors in its attributes, including lists and dictionaries."""
     for name, value in list(vars(module).items()):
         if name.startswith("m") and any(isinstance(each, Tensor) for each in pytree.tree_leaves(value)):
             other = lambda each: (each.detach() * 0.8 + 0.1).requires_grad_(each.requires_grad)  # noqa: E731
@@ -138,7 +139,7 @@ def _autocast() -> contextlib.AbstractContextManager:
 
 
 def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
-    """Two calls like the sample, with other numbers, and those that the seed chooses."""
+    """Two calls like the sample with other numbers, and variations chosen by the seed."""
     spelled = [name for name, _, keyword in sorted(program.arguments, key=lambda argument: argument[2])]
 
     def arguments(seed: int) -> Callable[[], Arguments]:

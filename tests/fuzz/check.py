@@ -1,4 +1,4 @@
-"""One random module under dispatch beside eager: same numbers, or a refusal, or a miss, each with a reason."""
+"""One random module under dispatch beside eager: equal numbers, or a refusal, or a miss, each with a reason."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["PARTITIONS", "check", "eager_error", "judge", "undisturbed"]
 PARTITIONS = ("min_cut", "min_cut", "min_cut", "save_all", "recompute_all", MinCut(budget=0.3))
 ON_MISS = ("eager", "eager", "compile")
 EAGER_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
-"""What eager raises for a program that it does not take, in forward or in backward."""
+"""Eager's errors for a program that it refuses, in forward or in backward."""
 
 
 def undisturbed(judge: Callable[..., Verdict]) -> Callable[..., Verdict]:
-    """A judge that leaves torch's generators alone and is not disturbed by advice."""
+    """A judge that restores torch's generators and suppresses warnings."""
 
     @functools.wraps(judge)
     def judged(program: Program, **options: Any) -> Verdict:
@@ -51,9 +51,9 @@ def undisturbed(judge: Callable[..., Verdict]) -> Callable[..., Verdict]:
 
 @undisturbed
 def check(program: Program) -> Verdict:
-    """Runs a program eager and dispatched and compares: twice as the sample, then in ways that the seed chooses.
+    """Runs a program eager and dispatched and compares: twice as the sample, then in variations chosen by the seed.
 
-    On a GPU, what raises on the host is not tried: an index out of range leaves the process without its GPU there.
+    On a GPU, skips calls that raise on the host: an index out of range there would leave the process without its GPU.
     """
     names = program.load()
     rng = random.Random(program.seed)
@@ -76,7 +76,7 @@ def _as_sample(names: Mapping[str, Any]) -> Call:
 def eager_error(
     names: Mapping[str, Any], call: Call, kinds: tuple[type[Exception], ...] = EAGER_ERRORS
 ) -> Exception | None:
-    """What eager raises, of these kinds, in a call of a new module; it may refuse the backward."""
+    """Eager's error of these kinds in a call of a new module; it may come from the backward."""
     module = make_module(names)
     call.change(module)
     try:
@@ -87,7 +87,7 @@ def eager_error(
 
 
 def _harmful(program: Program, on_host: Mapping[str, Any]) -> set[str]:
-    """Names of the calls with strange arguments that raise on the host, and of others that index too far there."""
+    """Names of calls with strange arguments that raise on the host, and of others with indices out of range there."""
     found = {call: eager_error(on_host, call, (Exception,)) for call in calls_of(program, on_host)}
     return {call.name for call, error in found.items() if error and (call.strange or "out of" in str(error).lower())}
 
@@ -123,7 +123,7 @@ def judge(
         if str(error).startswith("create_graph=True through the backward of an autograd.Function"):
             return Verdict("refused", one_line(error))
         return Verdict("crash", f"{one_line(error)} @ {place(error)}", is_lost(error))
-    except Exception as error:  # noqa: BLE001 - any other exception is a bug, and listing them is the job
+    except Exception as error:  # noqa: BLE001 - any other exception is a bug to be listed
         return Verdict("crash", f"{one_line(error)} @ {place(error)}", is_lost(error))
     counted = stats(dispatched)
     if not done <= counted.hits + counted.misses.total() <= len(made):

@@ -1,4 +1,4 @@
-"""Two values → how far apart they are, and whether that is a few roundings."""
+"""Two values → their distance, and whether it is a few roundings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def matches(name: str, got: Any, want: Any, where: str) -> bool:
 
 
 def floor(value: Tensor) -> float:
-    """The difference that is always allowed; zero where numbers are exact."""
+    """The always allowed difference; zero for exact types."""
     if not value.is_floating_point():
         return 0.0
     return FLOOR_ULPS * torch.finfo(value.dtype).eps * _largest(value.double())
@@ -51,7 +51,7 @@ def kind(value: Tensor) -> Tensor:
 
 
 def finite_distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference of what is finite in both."""
+    """The largest difference of elements that are finite in both."""
     difference = (one - other).abs()[one.isfinite() & other.isfinite()]
     return float(difference.max()) if difference.numel() else 0.0
 

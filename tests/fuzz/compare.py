@@ -26,29 +26,29 @@ from tests.host_kernels import HostKernels
 __all__ = ["Comparison"]
 
 NOISE_FACTOR = 10.0
-"""How many times what eager moves under noise is still rounding."""
+"""Allowed distance, in multiples of eager's change under noise."""
 NOISE_RUNS, MORE_RUNS = 3, 16
-"""How often eager is tried under noise, and how often at most before a difference is told: a float32 sum whose gradient
-is float64 moves by whole units of float32, or not at all."""
+"""Runs of eager under noise, and the most before a difference is reported: a float32 sum with a float64 gradient moves
+by whole units of float32, or not at all."""
 RACES = 6
-"""In how many orders writes to one place are tried."""
+"""Orders of racing writes that are tried."""
 RACE_FACTOR = 2.0
-"""How many times what these move is still another order: each place has its own winner."""
+"""Allowed distance, in multiples of eager's change in other orders: each place has its own winner."""
 HUGE_RUNS = 16
-"""How often eager is tried at huge arguments under noise, and in how many orders sums are: a sine of 1e308 that three
-runs leave where it was is another number in the fourth."""
+"""Runs of eager at huge arguments under noise, and orders of sums: a sine of 1e308 may stay the same in three runs and
+change in the fourth."""
 
 
 class Comparison:
     """Two modules, call by call.
 
     Args:
-        host: makes the mode in which eager's operators are the host's; ``None`` where eager's are that anyway, and
-            where no kernel writes one place from several threads.
+        host: makes the mode in which eager's operators are the host's; ``None`` where they are anyway, and where no
+            kernel writes one place from several threads.
 
     Attributes:
-        imprecise: eager's operators that differ from the host's where the dispatched module does not, and those whose
-            result torch leaves undefined (:mod:`tests.fuzz.races`).
+        imprecise: eager's operators that differ from the host's where the dispatched module does not, and operators
+            with undefined results in torch (:mod:`tests.fuzz.races`).
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Comparison:
         self.imprecise: set[str] = set()
 
     def call(self, call: Call) -> bool:
-        """Calls both, the dispatched one with eager's buffers. Whether both returned; ``False`` if both raised.
+        """Calls both modules, the dispatched one with eager's buffers; returns whether both returned (or both raised).
 
         Raises:
             Wrong: they differ.
             EagerRaises: a kernel of eager's failed an assertion.
-            Exception: what the dispatched module raises where eager does not.
+            Exception: an error of the dispatched module alone.
         """
         eager, dispatched = self._eager, self._dispatched
         _level(dispatched, eager)
@@ -92,7 +92,7 @@ class Comparison:
                 return True  # eager refuses its own in-place writes in the backward; a functional graph need not
             unraised = without_unused(reference, call)
             if unraised:
-                _level(self._eager, self._dispatched)  # what the failing call did not write
+                _level(self._eager, self._dispatched)  # buffers that the failing call did not write
                 with Unraised(2):
                     self._assert_same(reference, call, got, unraised)
                 return True
@@ -101,7 +101,7 @@ class Comparison:
                 return True
             raise Wrong(f"{call.name}: returned, eager raised {one_line(want)}")
         if call.twice and in_backward(got) and in_backward(want):
-            return False  # which operator it is that has no second derivative is the graph's
+            return False  # the graph decides which operator without a second derivative comes first
         if type(got) is not type(want) or words(got) != words(want):
             raise Wrong(f"{call.name}: raised {one_line(got)} @ {place(got)}, eager {one_line(want)}")
         for one, other in zip(_left(self._dispatched), left, strict=True):
@@ -118,7 +118,7 @@ class Comparison:
             raise Wrong(f"{call.name}: tensors that share memory: {got.shared}, eager's are {want.shared}")
         if not torch.equal(got.generator, want.generator):
             if _is_huge(call) and _draws_by_numbers(reference, call):
-                return  # what overflows decides how many: a kernel's choice
+                return  # overflow, a kernel's choice, decides the number of draws
             raise Wrong(f"{call.name}: the generator's state is not eager's")
         judge = _judge_kinds if call.special else _judge
         try:
@@ -138,7 +138,7 @@ class Comparison:
 
 
 def _raced(reference: nn.Module, call: Call, got: Played, want: Played) -> set[str]:
-    """The operators that write in no defined order, if that explains what differs; none otherwise."""
+    """The operators with an undefined order of writes, if they explain the differences; otherwise none."""
     far = _far(call, got, want)
     moved, met = dict.fromkeys(far, 0.0), set()
     for run in range(RACES):
@@ -152,7 +152,7 @@ def _raced(reference: nn.Module, call: Call, got: Played, want: Played) -> set[s
 
 
 Again = Callable[[Call, contextlib.AbstractContextManager], Played]
-"""A call of the reference, as it was before, in a mode."""
+"""(a call, a mode) → the call of the reference, in its earlier state, in the mode."""
 
 
 def _again(reference: nn.Module, kernels: Callable[[], contextlib.AbstractContextManager]) -> Again:
@@ -164,10 +164,10 @@ def _again(reference: nn.Module, kernels: Callable[[], contextlib.AbstractContex
 
 
 def without_unused(reference: nn.Module, call: Call) -> Played | None:
-    """What eager returns if the operators that raise are left out, where nothing uses their results.
+    """Eager's results without raising operators, where nothing uses their results; ``None`` otherwise.
 
-    An operator whose result nothing uses does not run in a compiled call (``docs/limits.md``), so its error goes
-    unnoticed; of one that is used, two numbers as its result make two results.
+    A compiled call does not run an operator with an unused result (``docs/limits.md``), so its error goes unnoticed.
+    Two runs with different numbers in its place tell whether it is used.
     """
     runs = []
     for factor in (2, 3):
@@ -181,7 +181,7 @@ def without_unused(reference: nn.Module, call: Call) -> Played | None:
 
 
 def _returns_reordered(reference: nn.Module, call: Call) -> bool:
-    """Whether eager returns in some order of its sums: what it raises of is what overflows, a kernel's choice."""
+    """Whether eager returns in some order of its sums: then an overflow, a kernel's choice, decides its error."""
     for run in range(HUGE_RUNS):
         with Reordered(run):
             if not isinstance(_attempt(copied(reference), call), Exception):
@@ -190,7 +190,7 @@ def _returns_reordered(reference: nn.Module, call: Call) -> bool:
 
 
 def _draws_by_numbers(reference: nn.Module, call: Call) -> bool:
-    """Whether the arguments' numbers decide how far the generator moves: ``rrelu`` draws for negative ones alone."""
+    """Whether the arguments' numbers decide the generator's advance: ``rrelu`` draws only for negative ones."""
 
     def left(seed: int) -> Tensor:
         def other(tensor: Tensor) -> Tensor:
@@ -209,19 +209,19 @@ def _is_huge(call: Call) -> bool:
 def _attempt(module: nn.Module, call: Call) -> Played | Exception:
     try:
         return play(module, call)
-    except Exception as error:  # noqa: BLE001 - what one side raises the other must raise
+    except Exception as error:  # noqa: BLE001 - the other side must raise it as well
         return error
 
 
 def _left(module: nn.Module) -> list[Tensor]:
-    """What a call that raised has left behind: buffers and the generator's state."""
+    """The state after a failed call: buffers and the generator's state."""
     return [*(buffer.detach().clone() for buffer in module.buffers()), generators()]
 
 
 def _level(module: nn.Module, reference: nn.Module) -> None:
-    """Gives the reference's buffers to a module: what rounding made of them in one call is no fault of the next.
+    """Copies the reference's buffers into a module, so that rounding in one call does not affect the next.
 
-    In inference mode, which alone may write a buffer that a call in it made.
+    In inference mode, since only it may write buffers that were made in it.
     """
     with torch.inference_mode():
         for one, other in zip(module.buffers(), reference.buffers(), strict=True):
@@ -234,7 +234,7 @@ def _far(call: Call, got: Played, want: Played) -> list[str]:
 
 
 def _noisy(again: Again, call: Call, run: int) -> Played:
-    """Eager under rounding noise; under noise that leaves ties alone where it raises, of an index in no range."""
+    """Eager under rounding noise; where that raises (an index out of range), under noise that keeps ties."""
     try:
         return again(call, Noise(run))
     except (RuntimeError, IndexError):
@@ -242,7 +242,7 @@ def _noisy(again: Again, call: Call, run: int) -> Played:
 
 
 def _judge(again: Again, call: Call, got: Played, want: Played) -> None:
-    """Numbers are eager's up to a few roundings, or as far from them as eager moves under noise."""
+    """Raises :class:`Wrong` unless numbers are eager's up to a few roundings, or within eager's change under noise."""
     far = _far(call, got, want)
     if not far:
         return
@@ -263,16 +263,15 @@ def _judge(again: Again, call: Call, got: Played, want: Played) -> None:
 
 
 def _judge_kinds(again: Again, call: Call, got: Played, want: Played) -> None:
-    """What is finite, infinite or nan is eager's, element by element, wherever eager agrees with itself: under
-    rounding noise, on other strides and where complex numbers meet real ones part by part (``parts.py``); finite
-    elements differ by no more than eager's own do.
+    """Compares finite, infinite and nan elements one by one, wherever eager agrees with itself: under rounding noise,
+    with other strides, and with mixed real and complex operators applied part by part (``parts.py``). Finite elements
+    may differ by eager's own variation.
 
-    With huge arguments also where sums are taken in another order and products are rounded before they are added
-    (``reordered.py``): which partial sum overflows, and with it whether two of them cancel to ``inf - inf``, is the
-    kernel's choice.
+    With huge arguments, eager's variants also include other orders of sums and products rounded before their sum
+    (``reordered.py``): the kernel decides which partial sum overflows, and so whether ``inf - inf`` occurs.
 
-    Left open: a gradient where eager multiplies zeros by nan, if it is zero here, or what eager's is where zeros stay
-    zeros (``unreached.py``); what is not finite where a huge argument overflows inside a kernel.
+    Not compared: a gradient where eager multiplies zeros by nan, if it is zero here or eager's number with zeros kept
+    (``unreached.py``); non-finite elements where a huge argument overflows inside a kernel.
     """
     far = _far(call, got, want)
     if not far:
@@ -282,10 +281,10 @@ def _judge_kinds(again: Again, call: Call, got: Played, want: Played) -> None:
     try:
         others += [again(call, Reordered(run)) for run in range(HUGE_RUNS if is_huge else 0)]
     except AssertionError:
-        return  # of forward itself, about what overflows: whether it raises is the kernel's choice, too
+        return  # an assertion of forward about overflowed values: it depends on the kernel as well
     others.append(again(call, PartByPart()))
     strided = replace(call, arguments=lambda: other_layout(call.arguments()))
-    with contextlib.suppress(Exception):  # a view of those strides may be refused, an in-place write for example
+    with contextlib.suppress(Exception):  # such strides may be refused, for example by an in-place write
         others += [again(strided, mode) for mode in (contextlib.nullcontext(), PartByPart())]
     for name in far:
         one, value = got.values[name].double(), want.values[name].double()

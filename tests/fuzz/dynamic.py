@@ -1,4 +1,4 @@
-"""One random module with sizes that vary beside eager: same numbers at each size, or a refusal, or a miss."""
+"""One random module with dynamic sizes beside eager: equal numbers at each size, or a refusal, or a miss."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.fuzz.verdict import Verdict, Wrong
 __all__ = ["check_dynamic", "vary"]
 
 TRIES = 6
-"""Variations of a program that eager is asked about."""
+"""Variations of a program that eager is tried with."""
 
 
 @undisturbed
 def check_dynamic(program: Program, kind: str | None = None, far: bool = False) -> Verdict:
-    """Dispatches a program once, some sizes of its arguments being dynamic, and compares calls of six sizes with eager.
+    """Dispatches a program once, with some dynamic sizes of its arguments, and compares calls of six sizes with eager.
 
-    The detail of one that is the same begins with how many calls of sizes in the range were served. ``kind``: as of
-    :func:`vary`; ``far``: at all the sizes where a guard may be too weak instead (:func:`everywhere`).
+    The detail of an equal program begins with the number of served calls within the range. ``kind``: see :func:`vary`;
+    ``far``: tries the sizes where a guard may be too weak instead (:func:`everywhere`).
     """
     variation = vary(program, kind)
     if variation is None:
@@ -51,7 +51,7 @@ def check_dynamic(program: Program, kind: str | None = None, far: bool = False) 
 
 
 def vary(program: Program, kind: str | None = None) -> Variation | None:
-    """The first variation, of a kind or of the one that the seed chooses, that eager takes, at two sizes at least."""
+    """The first variation, of the given kind or one chosen by the seed, that eager runs at two sizes at least."""
     for _, variation in zip(range(TRIES), variations(program, kind), strict=False):
         if _eager_takes(variation, variation.sample) and any(
             _eager_takes(variation, sizes) for sizes in variation.sizes[1:4] if sizes != variation.sample
@@ -61,7 +61,7 @@ def vary(program: Program, kind: str | None = None) -> Variation | None:
 
 
 def _eager_takes(variation: Variation, sizes: tuple[int, ...]) -> bool:
-    """On the host first, for what an index that is out of range there does to a GPU. Modules assert sizes, too."""
+    """Whether eager runs at these sizes; first on the host, since an index out of range would cost the GPU."""
     for device in dict.fromkeys((torch.device("cpu"), DEVICE)):
         call = Call("eager", _given(variation, sizes, 0, device), nothing, every)
         if eager_error(variation.program.load(device), call, (Exception,)):
@@ -70,7 +70,7 @@ def _eager_takes(variation: Variation, sizes: tuple[int, ...]) -> bool:
 
 
 def _harmful(variation: Variation) -> set[str]:
-    """Names of the calls that raise on the host: they are not tried on a GPU."""
+    """Names of the calls that raise on the host, which are not tried on a GPU."""
     host = torch.device("cpu")
     if DEVICE == host:
         return set()
@@ -79,7 +79,7 @@ def _harmful(variation: Variation) -> set[str]:
 
 
 def calls_of(variation: Variation, device: torch.device = DEVICE) -> list[Call]:
-    """One call of each size, one of the sample's again, one out of the range, some with special values or indices."""
+    """A call of each size, of the sample's size again, of one out of range, and some with special values or indices."""
     calls = [
         Call(f"at {sizes}", _given(variation, sizes, seed, device), nothing, every)
         for seed, sizes in enumerate((*variation.sizes, variation.sample, variation.outside))
@@ -99,7 +99,7 @@ def _given(variation: Variation, sizes: tuple[int, ...], seed: int, device: torc
 
 
 class _Watch:
-    """Counts entries, and the calls of sizes in the range that were served; raises for one out of it that was."""
+    """Counts entries and served calls within the range; raises for a served call outside of it."""
 
     def __init__(self, variation: Variation):
         self.within = self.served = self.entries = self._hits = 0

@@ -1,4 +1,4 @@
-"""Source of autograd Functions as users write them, for random modules to apply."""
+"""Source of typical custom autograd Functions, for random modules to apply."""
 
 from __future__ import annotations
 

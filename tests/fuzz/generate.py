@@ -32,11 +32,11 @@ LAYOUTS = (
     ),
 )
 RARE_PROBABILITY = 0.15
-"""Share of the programs that hold something that can mostly not be dispatched."""
+"""The share of programs with a part that mostly cannot be dispatched."""
 
 
 def generate(seed: int) -> Program:
-    """The program of a seed, always the same one. Eager PyTorch runs it; nothing else is promised."""
+    """The program of a seed, always the same one. Eager PyTorch runs it; dispatch may refuse it."""
     rng = random.Random(seed)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's advice on the proposals
@@ -75,13 +75,13 @@ def _generate(rng: random.Random, seed: int) -> Program:
 
 
 def _try(scope: Scope, propose, is_expression: bool) -> None:
-    """Takes a proposal if eager does; definitions of a proposal that is not taken are mostly taken back."""
+    """Takes a proposal if eager does; otherwise mostly removes its definitions."""
     defined = len(scope.init)
     proposal = propose(scope)
     if proposal is not None and is_expression:
         proposal = f"{scope.fresh('v')} = {proposal}"
     if proposal is None or not scope.emit(proposal):
-        if not scope.chance(0.05):  # one in a while stays: a parameter that nothing uses
+        if not scope.chance(0.05):  # sometimes stays: an unused parameter
             scope.undefine(defined)
 
 
@@ -91,7 +91,7 @@ def _add_arguments(scope: Scope) -> None:
         kind = scope.rng.random()
         grad = ".requires_grad_()" if scope.chance(0.6) else ""
         keyword = position > 0 and scope.chance(0.25)
-        # A positional argument is made before those by keyword, so it cannot be made of one of them.
+        # A positional argument precedes keyword arguments, so it cannot depend on one.
         behind = {name for name, _, by_keyword in scope.arguments if by_keyword and not keyword}
         tensors = [name for name in scope.variables if name not in behind]
         if tensors and kind < 0.06:
@@ -127,7 +127,7 @@ def _add_arguments(scope: Scope) -> None:
 
 
 def _argument(scope: Scope, texts: list[str], keyword: bool) -> None:
-    """The first of the expressions that is valid (a transpose of three axes is not)."""
+    """Adds the first valid expression (a transpose of three axes may be invalid)."""
     for text in texts:
         try:
             scope.argument(text, keyword)
@@ -137,7 +137,7 @@ def _argument(scope: Scope, texts: list[str], keyword: bool) -> None:
 
 
 def _result(scope: Scope) -> str:
-    """What forward returns: mostly the last values; sometimes several, nested, aliased, or not tensors at all."""
+    """Forward's result: mostly the last values; sometimes several, nested, aliased, or no tensors at all."""
     made = [name for name in scope.variables if name not in {a for a, _, _ in scope.arguments}]
     if not made:
         return scope.variables[0]
@@ -152,7 +152,7 @@ def _of_reals(scope: Scope, made: list[str]) -> str:
     floats = [name for name in made if isinstance(scope[name], Tensor) and is_float(scope[name])]
     main = floats[-1] if floats else last
     integers = any("randint" in text for _, text, _ in scope.arguments)
-    if floats and (integers or scope.chance(0.5)):  # nothing is dead code: eager raises for indices there, too
+    if floats and (integers or scope.chance(0.5)):  # no dead code: eager would raise for its indices as well
         return f"{main}, sum(t.to(D).sin().sum() for t in ({', '.join(floats)},)), {last}"
     some = [scope.choice(scope.variables) for _ in range(2)]
     return scope.choice(

@@ -1,4 +1,4 @@
-"""Vocabulary: indices that a caller gives. Valid in the sample; in some calls negative or too large (``inputs.py``)."""
+"""Vocabulary: indices in arguments. Valid in the sample; in some calls negative or too large (``inputs.py``)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ WRITES = r"""
 
 def _propose(templates: list[str]):
     def propose(scope: Scope) -> str | None:
-        # of no elements eager's margin losses return what lies in memory
+        # without elements, eager's margin losses return uninitialized memory
         x = scope.pick(lambda t: t.is_floating_point() and t.dim() >= 1 and t.numel() > 0)
         index = scope.pick(is_int) or _given(scope)
         if x is None:
@@ -90,7 +90,7 @@ def _propose(templates: list[str]):
 
 
 def _given(scope: Scope) -> str:
-    """A new argument of indices that are valid in most tensors."""
+    """A new index argument, valid in most tensors."""
     shape = scope.choice(["(2,)", "(3,)", "(1,)", "(2, 2)", "(3, 4)", "()"])
     high = scope.choice([2, 2, 3, 4])
     return scope.argument(f"torch.randint(0, {high}, {shape}, dtype={scope.choice(KINDS)})")

@@ -1,4 +1,4 @@
-"""Arguments of a call changed: special values, indices out of range, other spellings of the same call."""
+"""Variations of a call's arguments: special values, indices out of range, other forms of the same call."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Change = Callable[[Arguments], Arguments]
 
 
 def special_values(seed: float, *, huge: bool = False) -> Change:
-    """One to three numbers of each float tensor, or parts of a complex one, become special (or all of them ties), or as
-    large as they can be."""
+    """Sets one to three numbers of each float tensor, or parts of a complex one, to special or huge values, or makes
+    all of them ties."""
 
     def change(given: Arguments) -> Arguments:
         rng = random.Random(seed)
@@ -55,7 +55,7 @@ def special_values(seed: float, *, huge: bool = False) -> Change:
 
 
 def other_indices(seed: float) -> Change:
-    """One element of each integer tensor becomes negative or too large."""
+    """Makes one element of each integer tensor negative or too large."""
 
     def change(given: Arguments) -> Arguments:
         rng = random.Random(seed)
@@ -76,7 +76,7 @@ INDICES = (-1, -1, -2, -4, -5, -100, 3, 4, 5, 7, 100)
 
 
 def other_layout(given: Arguments) -> Arguments:
-    """The same numbers in other memory: eager takes its kernels' other paths."""
+    """The same numbers with other strides, for other paths of eager's kernels."""
 
     def copy(tensor: Tensor) -> Tensor:
         if not tensor.numel() or tensor.dim() == 0:
@@ -90,12 +90,12 @@ def other_layout(given: Arguments) -> Arguments:
 
 
 def of_their_own(given: Arguments) -> Arguments:
-    """The same numbers, each tensor in memory of its own: one that occurs twice is two, no part is another's."""
+    """The same numbers, each tensor in memory of its own; repeated tensors become separate."""
     return mapped(given, lambda tensor: tensor, once=False)
 
 
 def of_one_memory(given: Arguments) -> Arguments:
-    """Where tensors have one shape and type, each is the first of them."""
+    """Replaces tensors of equal shape and dtype by the first of them."""
     first: dict[tuple, Tensor] = {}
 
     def build(tensor: Tensor) -> Tensor:
@@ -106,13 +106,13 @@ def of_one_memory(given: Arguments) -> Arguments:
 
 
 def share_memory(given: Arguments) -> bool:
-    """Whether two tensors among the arguments lie in the same memory, or are the same."""
+    """Whether two tensors among the arguments are identical or share memory."""
     tensors = [leaf for leaf in pytree.tree_leaves((given.args, given.kwargs)) if isinstance(leaf, Tensor)]
     return len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
 
 
 def by_keyword(names: Sequence[str]) -> Change:
-    """Every argument by its name; ``names`` are those of the signature, in order."""
+    """Every argument by its name; ``names`` has the signature's order."""
     return lambda given: Arguments((), {**dict(zip(names, given.args, strict=False)), **given.kwargs}, given.leaves)
 
 
@@ -127,8 +127,8 @@ def by_position(names: Sequence[str]) -> Change:
 
 
 def mapped(given: Arguments, change: Callable[[Tensor], Tensor], *, once: bool = True) -> Arguments:
-    """Arguments with changed tensors: a leaf stays one, what shares memory does not; a tensor that occurs twice does
-    so, if each is to be made ``once``."""
+    """Arguments with changed tensors. Leaves stay leaves; shared memory becomes separate; with ``once``, a repeated
+    tensor stays one tensor."""
     made: dict[int, Tensor] = {}
 
     def build(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A random module with a loop over time from a seed: cells, carries, parts, results, in the forms people write them."""
+"""A random module with a loop over time from a seed: cells, carries, parts, results, in common forms."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ WAYS = {
     "for t in range(0, n - 1, 2):": "two",
     "for t in range(n):\n    if t % 5 == 4:\n        continue": "",
 }
-"""How a loop goes through the steps, and what is special: the part is taken by the loop, the step is not counted, or a
-step reads two parts."""
+"""The head of a loop → its particularity: the loop takes the part, no counted step, or two parts in a step."""
 
 STARTS = (
     "torch.zeros({shape}, dtype=D)",
@@ -51,7 +50,7 @@ CELLS = {
     "nn.Dropout(0.3)": "torch.tanh({f}({h}) + {p})",
     "nn.Embedding(4, 4, dtype=D)": "torch.tanh({f}({h}.argmax(-1)) + {p})",
 }
-"""A line of ``__init__`` and what a step makes with it."""
+"""A line of ``__init__`` → the step's expression with it."""
 
 RARE = ("Dropout", "Embedding", "ParameterList")
 
@@ -86,7 +85,7 @@ IN_PLACE = (
 )
 
 
-#: Statements of which steps in turn make one or another, or that read parts that overlap: of a state ``h``.
+#: Statements with alternating steps, or with reads of overlapping parts; they update a state ``h``.
 UNEVEN = (
     "{h} = {h}.detach() if {t} % 3 == 0 else {h}",
     "{h} = {h} * 0.5 if {t} % 2 else {h}.sin()",
@@ -97,7 +96,7 @@ UNEVEN = (
 
 
 class _Loop:
-    """The text of a loop as it is drawn."""
+    """The text of a loop during its generation."""
 
     def __init__(self, rng: random.Random):
         self.rng = rng
@@ -113,7 +112,7 @@ class _Loop:
         return f"v{self.made}"
 
     def expression(self, states: list[str], part: str, step: str) -> str:
-        """What a step makes of some of its values."""
+        """An expression of a step."""
         rng = self.rng
         names = {
             "h": rng.choice(states),
@@ -149,7 +148,7 @@ def generate_loop(seed: int) -> Program:
 
 
 def _add_loop(loop: _Loop, source: str, axis: int, arguments: list) -> str:
-    """One loop over the steps of ``source``; the name of what it made in all steps, as they lie in that."""
+    """Adds one loop over the steps of ``source``; returns the name of its stacked results, in the same layout."""
     rng, shape = loop.rng, f"({BATCH}, {WIDTH})"
     way, special = rng.choice(list(WAYS.items()))
     states = [loop.fresh() for _ in range(rng.randint(1, 3))]
@@ -168,7 +167,7 @@ def _add_loop(loop: _Loop, source: str, axis: int, arguments: list) -> str:
         loop.before.append(
             f"{written} = {rng.choice(('torch.zeros', 'torch.ones', source + '.new_zeros'))}({whole}).to(D)"
         )
-        if rng.random() < 0.7:  # a tensor of its own, without a cast
+        if rng.random() < 0.7:  # a new tensor without a cast
             loop.before[-1] = f"{written} = torch.zeros({whole}, dtype=D)"
     step = f"len({made})" if "uncounted" in special else "t"
     lines = []
@@ -184,7 +183,7 @@ def _add_loop(loop: _Loop, source: str, axis: int, arguments: list) -> str:
         name = loop.fresh()
         lines.append(f"{name} = {loop.expression(states, part, step)}")
         part = rng.choice((part, name))
-    if rng.random() < 0.2:  # layers of one size
+    if rng.random() < 0.2:  # layers of equal size
         cells = f"f{len(loop.init)}"
         loop.init.append(f"self.{cells} = nn.ModuleList([nn.GRUCell(4, 4, dtype=D) for _ in range({len(states)})])")
         held = loop.fresh()
@@ -209,7 +208,7 @@ def _add_loop(loop: _Loop, source: str, axis: int, arguments: list) -> str:
         loop.results.append(written)
         if rng.random() < 0.1:
             lines.append(f"{shown} = {shown} + {written}[{text}]")
-    in_place = random.Random(f"{loop.init} {lines}")  # the draws of other statements stay as they were
+    in_place = random.Random(f"{loop.init} {lines}")  # a separate generator keeps the other statements as they were
     if in_place.random() < 0.3:
         name = loop.fresh()
         given = {"h": name, "p": in_place.choice(states), "t": step}
@@ -237,7 +236,7 @@ def _part(source: str, index: str, axis: int, rng: random.Random) -> str:
 
 @contextmanager
 def _short_loops() -> Iterator[list[bool]]:
-    """While active, loops of few operators are rolled up, too; notes what was found."""
+    """While active, loops of few operators are rolled up as well; yields a list that notes whether loops were found."""
     before = rolled.LEAST_ROWS, rolled.find_loops
     found: list[bool] = []
 
@@ -254,7 +253,7 @@ def _short_loops() -> Iterator[list[bool]]:
 
 
 def check_loop(program: Program) -> Verdict:
-    """As :func:`tests.fuzz.check.check`; the status says whether a loop was found in a recorded run."""
+    """See :func:`tests.fuzz.check.check`; the status tells whether a loop was found in a recorded run."""
     with _short_loops() as found:
         verdict = check(program)
     return replace(verdict, status="same (a loop)") if verdict.status == "same" and any(found) else verdict

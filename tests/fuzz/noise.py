@@ -1,8 +1,8 @@
-"""How far rounding alone moves a program: eager with a rounding error added to every result of every operator.
+"""The effect of rounding on a program: eager with a rounding error added to every operator's result.
 
-A difference between two ways of computing the same thing is rounding if eager moves as far when each of its operators
-is off by a unit in the last place; it is a bug if eager does not. Unlike a fixed tolerance this follows the condition
-of the program: cancellation, sharp softmaxes, ties that fall either way.
+A difference between two computations of one value is rounding if eager moves as far when each of its operators is off
+by a unit in the last place; otherwise it is a bug. Unlike a fixed tolerance this follows the program's condition:
+cancellation, sharp softmaxes, ties.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["Noise"]
 
 ULPS = 2.0
-"""Relative error, in units of the element type, that a result may be off by."""
+"""The relative error of a result, in units of its dtype."""
 
 
 SUMS = frozenset(
     "sum mean nansum var std var_mean std_mean norm linalg_vector_norm mm bmm addmm baddbmm mv addmv dot vdot"
     " convolution cumsum trace logcumsumexp logsumexp native_layer_norm native_group_norm _softmax _log_softmax".split()
 )
-"""Operators that add up: the order may differ, which is as if their operands were rounded (cancellation shows it)."""
+"""Operators that sum: another order acts like rounded operands (visible in cancellation)."""
 
 
 SIGNS = (torch.ops.aten.copysign, torch.ops.aten.signbit)
-"""Operators that read a sign: that of nan is any processor's and compiler's own choice, so it is turned round."""
+"""Operators that read a sign: the sign of nan is up to processor and compiler, so the noise flips it."""
 
 
 class Noise(TorchDispatchMode):
@@ -35,8 +35,8 @@ class Noise(TorchDispatchMode):
     The operands of sums are disturbed in the same way.
 
     Args:
-        of_values: whether the error is a function of the number and the seed, so that equal ones stay equal: an
-            order of ties that forward relies on (as an index in range) stays eager's.
+        of_values: whether the error is a function of the number and the seed, so that equal numbers stay equal: ties
+            that forward relies on (an index in range) keep eager's order.
     """
 
     def __init__(self, seed: int, *, of_values: bool = False):
@@ -62,12 +62,12 @@ class Noise(TorchDispatchMode):
 
     def _disturbed(self, value: Tensor) -> Tensor:
         if value.is_complex() and value.numel() and value.layout == torch.strided and value.device.type != "meta":
-            ulps = ULPS * torch.finfo(value.dtype).eps  # of the absolute value: parts cancel
+            ulps = ULPS * torch.finfo(value.dtype).eps  # relative to the absolute value: parts cancel
             draws = [self._errors(part) for part in (value.real, value.imag)]
             return torch.empty_like(value).copy_(value * torch.complex(1 + ulps * draws[0], ulps * draws[1]))
         if not value.is_floating_point() or not value.numel() or value.layout != torch.strided:
             return value
-        if value.device.type == "meta":  # torch asks for a shape only
+        if value.device.type == "meta":  # torch only asks for a shape
             return value
         factor = 1 + ULPS * torch.finfo(value.dtype).eps * self._errors(value)
         noisy = torch.empty_like(value)
@@ -75,7 +75,7 @@ class Noise(TorchDispatchMode):
         return torch.where(value.isfinite() & noisy.isfinite(), noisy, value)
 
     def _errors(self, value: Tensor) -> Tensor:
-        """Of each number, between -1 and 1."""
+        """An error for each number, between -1 and 1."""
         if not self.of_values:
             return torch.rand(value.shape, generator=self.generator, dtype=torch.float64).to(value.device) * 2 - 1
         bits = value.double().contiguous().view(torch.int64) * MULTIPLIER + self.seed
@@ -83,4 +83,4 @@ class Noise(TorchDispatchMode):
 
 
 MULTIPLIER = 0x5851F42D4C957F2D
-"""Knuth's, of a linear congruential generator with 64 bits: neighbouring numbers get errors that look independent."""
+"""Knuth's multiplier of a 64-bit linear congruential generator: nearby numbers get seemingly independent errors."""

@@ -24,20 +24,20 @@ SUMS = {
     aten.sub.Scalar: -1,
     aten.sub_.Tensor: -1,
 }
-"""Sums and differences, and the sign of the second operand."""
+"""Sums and differences → the sign of the second operand."""
 PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor)
 QUOTIENTS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor)
 MEANS = (aten.mean.default, aten.mean.dim)
-"""Which divide by a count."""
+"""Operators that divide by a count."""
 SIGN = aten.sgn.default
-"""Which divides by the absolute value: torch's kernel makes it complex for a few elements and the last ones of many."""
+"""Divides by the absolute value: torch's kernel makes it complex for a few elements and for a remainder of many."""
 
 
 class PartByPart(TorchDispatchMode):
-    """What a real number does to a complex one, it does to each of its parts."""
+    """Applies an operation with a real number to each part of a complex one."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = _made(func, args, kwargs or {})  # of what is there before the operator writes into it
+        made = _made(func, args, kwargs or {})  # from the values before an in-place write
         result = func(*args, **(kwargs or {}))
         if made is None or not _is_complex(result) or result.is_conj() or result.is_neg():
             return result

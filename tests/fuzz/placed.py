@@ -1,4 +1,4 @@
-"""A program's text → the text whose tensors are made on a device, and arguments with the numbers that the CPU draws."""
+"""A program's text → the text with tensors made on a device, and arguments with the CPU's random numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FACTORIES = frozenset(
     "arange empty eye full linspace logspace ones rand randint randn randperm tensor tril_indices triu_indices"
     " zeros".split()
 )
-"""Functions of torch that make a tensor where they are told to."""
+"""Functions of torch that make a tensor on a given device."""
 ARGUMENTS = "make_arguments"
-"""The function whose tensors are drawn on the CPU: the same indices, in range or not, on every device."""
+"""The function whose tensors are drawn on the CPU: equal indices, in range or not, on every device."""
 
 
 def placed(source: str, device: torch.device) -> str:
-    """The text as it is for the CPU; for another device, with ``device=`` in every call of a factory."""
+    """The text itself for the CPU; for another device, with ``device=`` in every call of a factory."""
     if device.type == "cpu":
         return source
     tree = _Placing(str(device)).visit(ast.parse(source))

@@ -1,4 +1,4 @@
-"""One call of a module, forward and backward, and everything that a caller can see of it."""
+"""One call of a module, forward and backward, with all its visible effects."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.fuzz.calls import Call
 __all__ = ["Played", "copied", "play"]
 
 SEED = 5
-"""Of torch's generator before every call."""
+"""Seed of torch's generator before every call."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """What one call left behind: a name for everything that can be compared, and what the caller cannot see."""
+    """The effects of one call: comparable values by name, tensor metadata, generator state and memory sharing."""
 
     values: Mapping[str, Any]
     form: tuple
@@ -32,7 +32,7 @@ class Played:
 
 
 def play(module: nn.Module, call: Call) -> Played:
-    """One forward and one backward, with grad_outs of the differentiable outputs that the call chooses."""
+    """One forward and one backward, with grad_outs for the differentiable outputs that the call chooses."""
     arguments = call.arguments()
     attributes = [(name, each) for name, each in vars(module).items() if name.startswith("m")]
     kept = {(name, i): t for name, each in attributes for i, t in enumerate(pytree.tree_leaves(each)) if _is_leaf(t)}
@@ -61,7 +61,7 @@ def play(module: nn.Module, call: Call) -> Played:
     values |= {f"gradient of argument {i}": _copy(leaf.grad) for i, leaf in enumerate(arguments.leaves)}
     values |= {f"buffer {name}": _copy(buffer) for name, buffer in module.named_buffers()}
     if DEVICE.type == "cuda":
-        torch.cuda.synchronize()  # an assertion that failed in a kernel is raised here, not in the next call
+        torch.cuda.synchronize()  # raises a failed assertion of a kernel here, not in the next call
     return Played(values, (spec, needs, same), generator, shared, spanned)
 
 
@@ -70,7 +70,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A copy; what ``weight_norm`` and its kin have computed, which no copy takes along, is computed anew by a call."""
+    """A deep copy without computed tensors in attributes (of ``weight_norm``, say), which a call computes anew."""
     for part in module.modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -79,16 +79,16 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Those of a tensor made like it: they decide the order in which a later draw fills memory."""
+    """The strides of a new tensor like it, which decide the order of later draws."""
     pairs = zip(tensor.shape, torch.empty_like(tensor).stride(), strict=True) if tensor.numel() else ()
     return tuple(stride for extent, stride in pairs if extent != 1)
 
 
 def _shared_memory(objects: list[Any], *, anyhow: bool) -> set[tuple[int, int]]:
-    """Pairs of arguments and results with the same memory: a caller who writes into one sees it in the other.
+    """Pairs of arguments and results that share memory: a write to one is visible in the other.
 
-    Unless ``anyhow``, only pairs of which one is all of that memory. Two parts of something that is not returned itself
-    are made apart.
+    Unless ``anyhow``, only pairs in which one spans all of that memory. A compiled call separates two parts of a tensor
+    that is not returned itself.
     """
     tensors = [(i, t) for i, t in enumerate(objects) if isinstance(t, Tensor) and t.numel()]
 
@@ -107,7 +107,7 @@ def _shared_memory(objects: list[Any], *, anyhow: bool) -> set[tuple[int, int]]:
 
 
 def _second_derivatives(wanted: list[Tensor], sources: list[Tensor]) -> dict[str, Any]:
-    """Gradients, and gradients of a sum of them; what has none is zero."""
+    """Gradients, and gradients of their weighted sum; zeros for missing ones."""
     sources = [each for each in sources if each.requires_grad]
     first = torch.autograd.grad(wanted, sources, _cotangents(wanted), create_graph=True, allow_unused=True)
     weights = _cotangents(sources)
@@ -132,7 +132,7 @@ def _cotangents(outputs: list[Tensor]) -> list[Tensor]:
 
 
 def _copy(value: Any) -> Any:
-    """A copy; of complex numbers their parts."""
+    """A copy; a complex tensor as a real one of its parts."""
     if isinstance(value, Tensor) and value.is_complex():
         value = torch.view_as_real(value.detach().resolve_conj())
     return value.detach().clone() if isinstance(value, Tensor) else value

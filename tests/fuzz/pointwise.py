@@ -93,7 +93,7 @@ torch.randn_like({x}).to(torch.bfloat16) * {x}
 
 
 def split_table(table: str) -> list[str]:
-    """Templates of a table: separated by `` | `` unless a bracket is open (``|`` is an operator, too)."""
+    """Templates of a table, separated by `` | `` outside of brackets (inside, ``|`` is an operator)."""
     found, depth, current = [], 0, ""
     for word in table.replace("\n", " | ").split(" | "):
         current = f"{current} | {word}" if depth else word

@@ -1,4 +1,4 @@
-"""A random module as a piece of source text, so that a failure prints as a script that anyone can run."""
+"""A random module as source text, so that a failure prints as a runnable script."""
 
 from __future__ import annotations
 
@@ -127,11 +127,11 @@ class Keep:
 '''
 
 PREAMBLE = IMPORTS + FUNCTIONS + "\n\n" + MODULES
-"""What the text of every program starts with."""
+"""The beginning of every program's text."""
 
 
 def run_preamble(dtype: str) -> dict[str, Any]:
-    """The names that a program's lines may use."""
+    """The names available to a program's lines."""
     names: dict[str, Any] = {"__name__": "tests.fuzz.generated"}
     exec(PREAMBLE, names)
     names["D"] = getattr(torch, dtype)
@@ -152,14 +152,14 @@ class Program:
     """A module and its sample call.
 
     Attributes:
-        seed: what it was generated from.
+        seed: of its generation.
         dtype: name of its main element type, ``D`` in the text.
         init: lines of ``__init__``.
         arguments: ``(name, expression, by keyword)`` of each argument of ``forward``; an expression may use the names
             before it.
         body: statements of ``forward``, each of one or several lines.
         result: the expression that ``forward`` returns.
-        training: the mode that the module is in.
+        training: the module's mode.
     """
 
     seed: int
@@ -193,10 +193,10 @@ class Program:
         return "\n".join(lines)
 
     def load(self, device: torch.device = DEVICE) -> Mapping[str, Any]:
-        """The script's names after it ran; its lines are found in tracebacks. What it makes lies on the device.
+        """Runs the script; returns its names. Tracebacks show its lines; its tensors lie on the device.
 
         Raises:
-            Exception: whatever its class statement raises.
+            Exception: an error of its class statement.
         """
         filename = f"<fuzz/{self.seed}-{hash(self.source) & 0xFFFFFF:06x}-{device.type}.py>".strip("<>")
         source = placed(self.source, device)

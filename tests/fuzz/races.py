@@ -1,8 +1,8 @@
-"""Races of a GPU: writes to one place from several → eager with another order of them, where torch defines none.
+"""Races of a GPU: several writes to one place → eager with another order of them, where torch defines none.
 
-torch calls the result of ``scatter`` undefined where an index occurs twice, and so are ``index_put``, ``index_copy``
-and ``put`` without ``accumulate``. On the CPU the last write wins; on a GPU eager itself gives this one and that one,
-run by run (seen: of 120 places written twice, the first write won in none or in 8).
+torch leaves the result of ``scatter``, and of ``index_put``, ``index_copy`` and ``put`` without ``accumulate``,
+undefined where an index occurs twice. On the CPU the last write wins; on a GPU eager's winners vary from run to run
+(observed: of 120 places written twice, the first write won in none or in 8).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _FLAT = {aten.put.default, aten.put_.default}
 
 
 class Races(TorchDispatchMode):
-    """Makes such writes in an order of its own.
+    """Runs racing writes in another order.
 
     Args:
         seed: of the order.
 
     Attributes:
-        met: names of the operators that wrote something else than they did in their own order.
+        met: names of the operators whose results differ from those in their own order.
     """
 
     def __init__(self, seed: int):
@@ -56,7 +56,7 @@ class Races(TorchDispatchMode):
         return result.copy_(other) if result is args[0] else other
 
     def _turned(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any] | None:
-        """The arguments with the writes in another order; ``None`` where the operator has none, or they are added."""
+        """The arguments with the writes in another order; ``None`` for operators without racing writes, or sums."""
         if func in _ALONG:
             x, dim, index, source = args
             if not index.dim() or source.shape != index.shape:

@@ -1,15 +1,15 @@
-"""Eager with other orders inside its sums: what overflows on the way is a kernel's choice, not the operator's meaning.
+"""Eager with other orders inside its sums: overflows on the way depend on the kernel, not on the operator's meaning.
 
 ``max + max / 2 - max`` is infinite from the left, finite from the right; a vectorized kernel adds every eighth element
-first, a blocked one blocks. The same holds for ``a + alpha * b``, one rounding in a vectorized kernel of eager's and
-two in a scalar one: ``max - 2 * max`` is ``-max`` or ``-inf``; for ``addcmul``, whose product of two may be no number
-by itself either; and for BatchNorm, whose kernel for transposed inputs
-sums in float64, so that squares do not overflow, while the one for contiguous inputs does not. ``lerp`` is such a
-sum as well. LayerNorm and GroupNorm of a row whose squares overflow are 0 or nan, by the length of the row.
+first, a blocked one blocks. The same holds for ``a + alpha * b``, which eager's vectorized kernels round once and
+scalar ones twice: ``max - 2 * max`` is ``-max`` or ``-inf``; for ``addcmul``, whose product may overflow by itself; for
+``lerp``; and for BatchNorm, whose kernel for transposed inputs sums in float64, so that squares do not overflow, while
+the one for contiguous inputs does not. LayerNorm and GroupNorm of a row whose squares overflow are 0 or nan, by the
+length of the row.
 
 Variances are a running mean (Welford) in eager: ``max - -max`` overflows there and the variance is nan; two passes
 have a finite mean and ``inf``; ``max`` twice has variance 0 there, and ``inf`` or nan where the sum overflows, plain or
-of distances from one element. So are their gradients, which take the mean once more.
+of distances from one element. The same holds for their gradients, which compute the mean once more.
 BatchNorm in training sums float32 in float64 in eager: finite, where a sum in float32 overflows and its channel is nan.
 """
 
@@ -27,9 +27,9 @@ __all__ = ["Reordered"]
 aten = torch.ops.aten
 
 SCALED = {aten.add.Tensor: 1, aten.sub.Tensor: 1, aten.add_.Tensor: 1, aten.sub_.Tensor: 1, aten.rsub.Tensor: 0}
-"""Operators that multiply the operand at this place by ``alpha``."""
+"""Operators → the position of the operand that they multiply by ``alpha``."""
 MULTIPLIED = {aten.addcmul.default: torch.add, aten.addcmul_.default: Tensor.add_}
-"""Operators that add a product of two, and what adds it once it is rounded."""
+"""Operators that add a product → the addition of the rounded product."""
 MEANS = frozenset((aten.mean.default, aten.mean.dim))
 REDUCTIONS = MEANS | {aten.sum.default, aten.sum.dim_IntList, aten.nansum.default}
 """Sums along some dimensions, or all of them."""
@@ -43,15 +43,15 @@ VARIANCES = {
 """Whether the root is taken, and whether the mean is returned as well."""
 LERPS = frozenset((aten.lerp.Scalar, aten.lerp.Tensor))
 CONTRACTIONS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
-"""Products of two matrices, at these places."""
+"""Matrix products → the positions of their operands."""
 
 
 class Reordered(TorchDispatchMode):
-    """Shuffles what is added up, and computes a product with ``alpha`` before it is added; one of matrices, as any
-    kernel may, inside or behind the sum.
+    """Shuffles the terms of sums; rounds an ``alpha`` product before its sum; applies a matrix product's factors inside
+    or after the sum, as kernels may.
 
-    Reductions and matrix products are shuffled; the sums inside other kernels (convolutions, normalizations) are not.
-    Variances of real numbers are taken in two passes of shuffled plain sums.
+    Shuffles reductions and matrix products, not the sums inside other kernels (convolutions, normalizations). Computes
+    variances of real numbers in two passes of shuffled plain sums.
     """
 
     def __init__(self, seed: int):
@@ -88,8 +88,8 @@ class Reordered(TorchDispatchMode):
         return _overflowed(*result, self.lost) if func in NORMALIZATIONS else result
 
     def _shuffled(self, x: Tensor, dims: Any) -> Tensor:
-        """Its elements in another order along what is reduced; all of them if that is everything."""
-        if not dims or len(dims) >= x.dim():  # a number takes the axes 0 and -1
+        """The elements in another order along the reduced dimensions, or all of them."""
+        if not dims or len(dims) >= x.dim():  # a scalar accepts the axes 0 and -1
             return x.flatten()[self._order(x.numel()).to(x.device)].view(x.shape)
         for dim in dims:
             x = x.index_select(dim, self._order(x.shape[dim]).to(x.device))
@@ -100,13 +100,13 @@ class Reordered(TorchDispatchMode):
 
 
 def _is_of_a_variance() -> bool:
-    """Whether the gradient of a variance, or of its root, is what is computed."""
+    """Whether the present backward is of a variance or its root."""
     node = torch._C._current_autograd_node()
     return node is not None and node.name().startswith(("Var", "Std"))
 
 
 def _lerp(start: Tensor, end: Tensor, weight: Tensor | float) -> Tensor:
-    """Interpolation whose product is rounded before it is added."""
+    """Interpolation with a product rounded before the addition."""
     weight, distance = torch.as_tensor(weight, dtype=start.dtype), end - start
     return torch.where(weight.abs() < 0.5, start + weight * distance, end - distance * (1 - weight))
 
@@ -120,9 +120,9 @@ def _two_passes(
     keepdim: bool = False,
     shifted: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A variance by plain sums: of the elements, then of the squares of what is left; infinite or nan on overflow.
+    """A variance by plain sums: of the elements, then of squared differences; infinite or nan on overflow.
 
-    With ``shifted``, what is summed is the distance from the first element.
+    ``shifted``: sums the distances from the first element.
     """
     dims = [dim % x.dim() for dim in dims or range(x.dim())] if x.dim() else []
     count = math.prod(x.shape[dim] for dim in dims)
@@ -144,7 +144,7 @@ def _shifted_mean(x: Tensor, dims: list[int] | None = None, keepdim: bool = Fals
 
 
 def _lost_channels(args: list[Any], result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """BatchNorm's results and running statistics, in training nan in the channels whose sum or squares overflow."""
+    """BatchNorm's training results and running statistics, with nan in channels whose sum or squares overflow."""
     x, running_mean, running_var, training = args[0], *args[3:6]
     if not training or not x.numel():
         return result
@@ -159,7 +159,7 @@ def _lost_channels(args: list[Any], result: tuple[Tensor, ...]) -> tuple[Tensor,
 
 
 def _overflowed(normalized: Tensor, mean: Tensor, scale: Tensor, value: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A normalization that is nan, or 0, where the variance has overflowed; ``scale`` has one element a row."""
+    """A normalization with nan, or 0, where the variance has overflowed; ``scale`` has one element per row."""
     lost = (scale == 0) | ~scale.isfinite()
     spread = lost.reshape(-1, 1).expand(-1, normalized.numel() // max(lost.numel(), 1)).reshape(normalized.shape)
     return normalized.masked_fill(spread, value), mean, scale.masked_fill(lost, value)

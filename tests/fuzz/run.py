@@ -22,7 +22,7 @@ __all__ = ["run_seeds"]
 Judge = Callable[[Program], Verdict]
 
 KEEP = 20
-"""Programs after which what equal graphs share is let go: it is worth little here, and it is kept."""
+"""Programs between two releases of memory shared by equal graphs, which is of little use here."""
 
 
 def run_seeds(
@@ -34,12 +34,12 @@ def run_seeds(
     jobs: int | None = None,
     seconds: float = 300.0,
 ) -> None:
-    """``report`` is called with each seed and what became of its program.
+    """Calls ``report`` with each seed and its program's verdict.
 
     Args:
         make: the program of a seed.
-        jobs: processes, each with one thread; a seed whose process dies, or has no verdict after so many ``seconds``,
-            is a crash. ``None``: this process, which a kernel's assertion on a GPU leaves without its device.
+        jobs: processes, each with one thread; a seed whose process dies, or takes more than ``seconds``, is a crash.
+            ``None``: this process, which a kernel's assertion on a GPU leaves without its device.
     """
     if jobs is None:
         for seed, verdict in _verdicts(seeds, judge, make):
@@ -58,21 +58,21 @@ def run_seeds(
 
 
 def _serve(judge: Judge, make: Callable[[int], Program], connection: Connection) -> None:
-    """A process's loop: a seed comes in, it goes out with its verdict; ``None`` ends it."""
+    """A process's loop: receives a seed, sends it back with its verdict; ``None`` ends it."""
     connection.send(None)
     for result in _verdicts(iter(connection.recv, None), judge, make):
         connection.send(result)
 
 
 def _verdicts(seeds: Iterable[int], judge: Judge, make: Callable[[int], Program]) -> Iterator[tuple[int, Verdict]]:
-    """Each seed with its verdict, up to the one after which the device is lost."""
+    """Each seed with its verdict, up to the one that loses the device."""
     torch.set_num_threads(1)
-    for noisy in ("torch.fx", "torch.export", "torch._export"):  # they print the graph of everything that is refused
+    for noisy in ("torch.fx", "torch.export", "torch._export"):  # they print the graph of each refused program
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     for position, seed in enumerate(seeds):
         if position % KEEP == 0:
             SESSION.reset("programs")
-        with contextlib.redirect_stderr(io.StringIO()):  # torch.export prints the graph of what it refuses
+        with contextlib.redirect_stderr(io.StringIO()):  # torch.export prints the graph of a refused program
             verdict = judge(make(seed))
         yield seed, verdict
         if verdict.lost:

@@ -1,4 +1,4 @@
-"""A module and its sample → the module dispatched, without a trace left behind, whether or not that succeeds."""
+"""A module and its sample → the dispatched module, without side effects, also if the dispatch fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fuzz.verdict import EagerRaises, Wrong, words
 __all__ = ["add"]
 
 DISPATCH_STATE = ("_compiled_call_impl", "_forward_hooks_with_kwargs")
-"""Attributes of every module in which a dispatch is noted."""
+"""Attributes of each module that hold its dispatch."""
 
 
 def add(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) -> None:
@@ -26,8 +26,8 @@ def add(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) -> 
 
     Raises:
         EagerRaises: eager raises the same error.
-        Wrong: something was changed.
-        Exception: what ``add_tvm_dispatch`` raises.
+        Wrong: a change.
+        Exception: any error of ``add_tvm_dispatch``.
     """
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     attributes = {path: _attributes(child) for path, child in module.named_modules()}
@@ -55,11 +55,11 @@ def add(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) -> 
 
 
 def _raises_alike(module: nn.Module, arguments: Arguments, generator: Tensor, error: Exception) -> bool:
-    """Whether eager raises the same at a state of the generators, which are left at that state."""
+    """Whether eager raises the same error at a state of the generators; restores that state."""
     set_generators(generator)
     try:
         copied(module)(*arguments.args, **arguments.kwargs)
-    except Exception as own:  # noqa: BLE001 - whatever it is, it is compared
+    except Exception as own:  # noqa: BLE001 - compared below
         return type(own) is type(error) and words(own) == words(error)
     finally:
         set_generators(generator)
@@ -67,7 +67,7 @@ def _raises_alike(module: nn.Module, arguments: Arguments, generator: Tensor, er
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Its attributes: objects by identity, containers and plain values by what they hold (tracing renews them)."""
+    """The attributes: objects by identity, containers and plain values by their contents (tracing renews them)."""
     return {name: _key(value) for name, value in module.__dict__.items() if name not in DISPATCH_STATE}
 
 

@@ -1,4 +1,4 @@
-"""The variables of a program that is being written, with the values that eager PyTorch gives them."""
+"""The variables of a growing program, with their values in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fuzz.program import run_preamble
 __all__ = ["LARGEST", "Scope", "is_float", "is_int"]
 
 LARGEST = 50.0
-"""Statements that make larger numbers (or none) are not taken: the program would be all rounding."""
+"""Statements with larger numbers (or nan) are rejected: the program would be all rounding."""
 
 
 def is_float(value: Tensor) -> bool:
@@ -26,7 +26,7 @@ def is_int(value: Tensor) -> bool:
 
 
 class Scope:
-    """Runs a program line by line as it grows: a line that eager refuses, or that overflows, is not part of it."""
+    """Runs a program line by line as it grows; rejects lines that eager refuses or that overflow."""
 
     def __init__(self, rng: random.Random, dtype: str):
         self.rng = rng
@@ -73,23 +73,23 @@ class Scope:
         return f"self.{name}"
 
     def extend(self, line: str) -> None:
-        """Adds a line to ``__init__`` that changes what the line before it defined."""
+        """Adds a line to ``__init__`` that changes the last definition."""
         exec(line, self.names)
         self.init[-1] += "\n" + line
 
     def undefine(self, count: int) -> None:
-        """Takes back what ``define`` did after the first ``count`` lines."""
+        """Removes the definitions after the first ``count`` lines."""
         for line in self.init[count:]:
             name = line.split("'")[1] if "register_buffer" in line else line.split(" = ")[0].removeprefix("self.")
             delattr(self.module, name)
         del self.init[count:]
 
     def emit(self, statement: str, *, checked: bool = True) -> bool:
-        """Runs a statement and appends it to the body if eager takes it and its numbers are of a sensible size."""
+        """Runs a statement and appends it to the body if eager accepts it and its numbers are of a sensible size."""
         before = dict(self.names)
         try:
             exec(statement, self.names)
-        except Exception:  # noqa: BLE001 - the vocabulary proposes freely, eager PyTorch decides what is valid
+        except Exception:  # noqa: BLE001 - eager PyTorch decides which proposals are valid
             self._forget(before)
             return False
         if checked and not self._differentiable():
@@ -104,7 +104,7 @@ class Scope:
         return True
 
     def _differentiable(self) -> bool:
-        """Whether eager takes the backward so far: in-place writes may have overwritten what it needs."""
+        """Whether eager accepts the backward so far: in-place writes may have overwritten its saved tensors."""
         tensors = [self.names[name] for name in self.variables]
         leaves = [t for t in (*tensors, *self.module.parameters()) if t.requires_grad]
         try:
@@ -121,7 +121,7 @@ class Scope:
         self.names.update(before)
 
     def pick(self, wanted: Callable[[Tensor], bool] = is_float) -> str | None:
-        """A variable whose tensor is as wanted, mostly a recent one; ``None`` if there is none."""
+        """A variable with a suitable tensor, mostly a recent one; ``None`` if there is none."""
         fitting = [name for name in self.variables if wanted(self.names[name])]
         if not fitting:
             return None

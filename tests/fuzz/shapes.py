@@ -61,7 +61,7 @@ def reduction(scope: Scope) -> str | None:
         case "max" | "min" | "median" | "cummax":
             where = f"{dim}{keep if name != 'cummax' else ''}"
             if name == "median":
-                x += ".contiguous()"  # torch's own median along a dimension of stride 0 reads memory it never wrote
+                x += ".contiguous()"  # torch's own median along a dimension of stride 0 reads uninitialized memory
             return scope.choice([f"{x}.{name}({where})[0]", f"{x}.{name}({where})[1]", f"{x}.{name}({where})[0] * 2"])
         case "argmax":
             return f"{x}.argmax({dim}{keep})"
@@ -186,7 +186,7 @@ def view(scope: Scope) -> str | None:
 
 
 def _factors(scope: Scope, count: int) -> str:
-    """A shape of as many elements, one extent perhaps as -1."""
+    """A shape with as many elements, one extent perhaps as -1."""
     if count == 0:
         return "0, 2" if scope.chance(0.5) else "0,"
     factors = []

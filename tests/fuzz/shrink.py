@@ -1,4 +1,4 @@
-"""A smaller program with the same fault: parts are dropped as long as the verdict stays."""
+"""A smaller program with the same fault: drops parts as long as the verdict stays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shrink(program: Program, verdict: Verdict, check: Callable[[Program], Verdic
     while (candidate := next(candidates, None)) is not None:
         try:
             found = check(candidate)
-        except Exception:  # noqa: BLE001 - a line that others need cannot be dropped
+        except Exception:  # noqa: BLE001 - other lines need the dropped one
             continue
         if found.status == verdict.status and found.detail[:40] == verdict.detail[:40]:
             program, verdict = candidate, found
@@ -28,7 +28,7 @@ def shrink(program: Program, verdict: Verdict, check: Callable[[Program], Verdic
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Programs with one part less, in the order to try them."""
+    """Programs with one part less, in the order of their trials."""
     for text in dict.fromkeys(_results(program.result)):
         if len(text) < len(program.result):
             yield replace(program, result=text)

@@ -1,7 +1,7 @@
-"""A program and a seed → which extents of its arguments vary, its arguments at other sizes, ``dynamic_shapes=``.
+"""A program and a seed → dynamic extents of its arguments, its arguments at other sizes, ``dynamic_shapes=``.
 
-A size is changed where it is spelled, in an argument's expression, so that what is made of it (a transpose, a slice, a
-second argument of the first) follows. Which dimensions of which tensors vary is read off the arguments of two sizes.
+A size is changed where an argument's expression spells it, so that values derived from it (a transpose, a slice, a
+second argument of the first) follow. The dynamic dimensions of tensors are read off the arguments at two sizes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Variation", "everywhere", "variations"]
 
 PRIMES = (5, 7, 11, 13)
 DRAWN = (PRIMES, (24, 33, 40, 65), (2, 3, 4, 6, 8, 19), (3, 4, 16, 33))
-"""Choices for each size by itself: primes, large ones, small ones, and those of other dimensions."""
+"""Choices for each independent size: primes, large ones, small ones, and sizes of other dimensions."""
 END = 80
-"""The end of the range where sizes are taken from everywhere."""
+"""The end of the range for sizes taken from everywhere."""
 _SHAPE = re.compile(r"\((\d+(?:, \d+)*,?)\)")
 
 Spot = tuple[int, int]
-"""An argument, and a position in the shape that its expression spells."""
+"""An argument, and a position in the shape in its expression."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Variation:
     """Spots of a program that vary together, in one or two groups.
 
     Attributes:
-        groups: the spots of each group, which have one size.
-        sample: the size of each group in the call that is compiled: in the program as it is, or another.
-        sizes: of each group in the calls of its range, the sample's first.
-        outside: of each group in a call that is no case of the range: 0, 1, or above the largest size.
-        kind: ``"named"``, ``"dynamic"``, ``"auto"``, or ``"automatic"``: no specification at all.
+        groups: the spots of each group, which share one size.
+        sample: the size of each group in the compiled call: the program's own, or another.
+        sizes: of each group in the calls within its range, the sample's first.
+        outside: of each group in a call outside of the range: 0, 1, or above the largest size.
+        kind: ``"named"``, ``"dynamic"``, ``"auto"``, or ``"automatic"``: no specification.
     """
 
     program: Program
@@ -69,7 +69,7 @@ class Variation:
         return make_arguments(self.at(sizes).load(device), seed)
 
     def dynamic_shapes(self) -> dict[str, Any] | None:
-        """By argument and dimension; dimensions that have the same size at every size share a ``Dim``'s name."""
+        """The specification by argument and dimension; dimensions that always have equal sizes share a ``Dim``."""
         if self.kind == "automatic":
             return None
         names = [name for name, _, keyword in sorted(self.program.arguments, key=lambda argument: argument[2])]
@@ -93,9 +93,9 @@ class Variation:
 
 
 def variations(program: Program, kind: str | None = None) -> Iterator[Variation]:
-    """Ways in which a program's sizes may vary, in a random order; whether eager takes them is not looked at.
+    """Variations of a program's sizes, in a random order; eager may refuse them.
 
-    ``kind``: of all of them, see :class:`Variation`; by default the program's seed chooses.
+    ``kind``: see :class:`Variation`; by default the program's seed chooses.
     """
     rng = random.Random(program.seed)
     spelled: dict[int, list[Spot]] = {}
@@ -124,8 +124,8 @@ def variations(program: Program, kind: str | None = None) -> Iterator[Variation]
 
 
 def everywhere(variation: Variation, count: int = 24) -> Variation:
-    """A variation at sizes that tell whether its guards are sound: the smallest, primes, the range's end, those beside
-    the sample's, those of other dimensions, and pairs that are equal."""
+    """A variation at sizes that test its guards: the smallest, primes, the range's end, neighbours of the sample's,
+    sizes of other dimensions, and pairs of equal sizes."""
     texts = (*(text for _, text, _ in variation.program.arguments), *variation.program.init)
     others = {int(number) for text in texts for number in re.findall(r"\b\d+\b", text)}
     near = {size + step for size in variation.sample for step in (-1, 1)}
@@ -146,7 +146,7 @@ def _sizes(found: re.Match[str]) -> list[int]:
 
 
 def _resized(text: str, position: int, size: int) -> str:
-    """An expression with one size of the shape that it spells changed, also where it spells that shape again."""
+    """An expression with one size of its shape changed, also where it repeats that shape."""
     found = _SHAPE.search(text)
     sizes = _sizes(found)
     sizes[position] = size

@@ -1,4 +1,4 @@
-"""Random Python state that forward reads, changed between calls and before backward: each call beside eager."""
+"""Random Python state read by forward, changed between calls and before backward: each call beside eager."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ HOLDERS: dict[str, tuple[str, list[str], list[str], str]] = {
     ),
 }
 
-#: likewise, of numbers only
+#: the same, for numbers only
 OF_NUMBERS: dict[str, tuple[str, list[str], list[str], str]] = {
     "array": (
         "{o} = np.array([{v}, 1.])",
@@ -244,7 +244,7 @@ OF_NUMBERS: dict[str, tuple[str, list[str], list[str], str]] = {
 }
 
 _PACKAGE = "P = sys.modules['tests_fuzz_package'] = types.ModuleType('p')"
-#: a place that forward finds the outermost holder in: (lines, expression in forward, statement that sets it)
+#: a place of the outermost holder: (lines, expression in forward, statement that sets it)
 ROOTS = {
     "attribute": ("", "self.held", "m.held = {n}"),
     "attribute of a layer": ("", "self.linear.held", "m.linear.held = {n}"),
@@ -270,7 +270,7 @@ ROOTS = {
     ),
 }
 
-#: how forward comes to the value, of the outermost holder ``{r}`` and the expression ``{e}`` of ``o``
+#: the access of forward to the value, with the outermost holder ``{r}`` and the expression ``{e}`` of ``o``
 WAYS = (
     "v = {plain}",
     "o = {r}; v = {e}",
@@ -286,7 +286,7 @@ WAYS = (
     "def inner(o=None): return {e_of_root}\n        v = inner()",
 )
 
-#: what the number does
+#: the use of the number
 USES = (
     "return y * v",
     "return y * v",
@@ -307,7 +307,7 @@ USES = (
 
 @dataclass(frozen=True)
 class Changed:
-    """A module, and statements that change what it reads, each with whether eager's numbers may be others then."""
+    """A module, and changes of the state that it reads, each with whether eager's numbers may change."""
 
     seed: int
     source: str
@@ -370,13 +370,13 @@ def _filled(text: str, **names: str) -> str:
 
 @undisturbed
 def check_state(program: Changed) -> Verdict:
-    """Calls a module, changes what is around it, calls it again: results and gradients are eager's."""
+    """Calls a module, changes its state, calls it again: results and gradients must be eager's."""
     rng, name = random.Random(program.seed), f"tests_fuzz_state_{program.seed}"
     space = sys.modules[name] = types.ModuleType(name)
     try:
         try:
             exec(compile(program.source, name, "exec"), space.__dict__)
-        except Exception as error:  # noqa: BLE001 - holders that do not hold one another
+        except Exception as error:  # noqa: BLE001 - incompatible holders
             return Verdict("skipped", one_line(error))
         return _check(program, rng, space.__dict__)
     finally:
@@ -422,7 +422,7 @@ def _check(program: Changed, rng: random.Random, space: dict) -> Verdict:
                 except type(error):
                     break
                 return Verdict("wrong", f"stale after {text!r}: eager raises {one_line(error)}")
-            found = run(module, between)  # what changes after forward is done before the next call, too
+            found = run(module, between)  # a change after forward precedes the next call as well
             told = text.replace("\n", "; ")
             for one, other in zip(found, wanted, strict=True):
                 if not torch.allclose(one, other, rtol=1e-4, atol=1e-5):

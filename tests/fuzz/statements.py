@@ -1,4 +1,4 @@
-"""Vocabulary: statements. In-place writes, state, control flow, submodules; and what cannot be dispatched."""
+"""Vocabulary: statements. In-place writes, state, control flow, submodules; statements that cannot be dispatched."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def state(scope: Scope) -> str | None:
 
 
 def submodule(scope: Scope) -> str | None:
-    """A call of a submodule: mostly a new one, sometimes one that was used before."""
+    """A call of a submodule: mostly a new one, sometimes a repeated one."""
     template = scope.choice(_lines(SUBMODULES))
     wanted = is_int if "Embedding" in template else lambda t: t.dtype == scope.dtype and t.dim() >= 1
     x = scope.pick(wanted)
@@ -318,7 +318,7 @@ def submodule(scope: Scope) -> str | None:
 
 
 def _hook(scope: Scope, name: str, sizes: dict[str, int]) -> None:
-    """A hook on a submodule, there before anything is dispatched."""
+    """A hook on a submodule, registered before the dispatch."""
     hook = scope.choice(HOOKS)
     if "Adapter" in hook:
         scope.extend(f"{name}.adapter = nn.Parameter(torch.randn({sizes['n']}, dtype=D) * 0.3)")
@@ -335,7 +335,7 @@ HOOKS = (
 
 
 def number(scope: Scope) -> str | None:
-    """A number among the attributes, which a call may change."""
+    """A number in an attribute, which a call may change."""
     x = scope.pick()
     if x is None:
         return None

@@ -1,4 +1,4 @@
-"""The parts of the fuzz that a GPU needs: where programs make tensors, whose kernels are judged by, processes."""
+"""The fuzz's parts for a GPU: tensors on a device, the judging kernels, processes."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def program(*body: str, result: str = "y", others: tuple = ()) -> Program:
 
 
 def dispatched_as(monkeypatch, forward):
-    """The dispatch is a function instead, which is not differentiated twice."""
+    """Replaces the dispatch by a function, which is not differentiated twice."""
     monkeypatch.setattr("tests.fuzz.calls.TWICE", 0.0)
     monkeypatch.setattr(
         "tests.fuzz.sample.add_tvm_dispatch",

@@ -1,4 +1,4 @@
-"""Random modules with sizes that vary: each is eager's at every size, or refused or missed with a reason."""
+"""Random modules with dynamic sizes: each is eager's at every size, or refused or missed with a reason."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ def test_variations_are_of_sizes_that_arguments_spell():
 
 
 def test_the_sample_may_be_of_another_size():
-    """The call that is compiled: what a size of the sample happens to be equal to must not be taken for granted."""
+    """Another size in the compiled call: accidental equalities of the sample's sizes must not be assumed."""
     found = [next(variations(program("z = x * 2", seed=seed))) for seed in range(8)]
     own = [tuple((3, 4)[group[0][1]] for group in each.groups) for each in found]
     assert 0 < sum(each.sample == size for each, size in zip(found, own, strict=True)) < 8
@@ -80,7 +80,7 @@ def test_what_eager_takes_at_one_size_only_does_not_vary():
 
 @pytest.mark.parametrize("seed", sampled(range(6), range(3)))
 def test_a_wrong_number_at_another_size_is_reported(monkeypatch, seed):
-    """What is dispatched divides by the sample's size."""
+    """The dispatched module divides by the sample's size."""
     written = program("z = x.sum() / x.numel()", seed=seed)
 
     def add(module, sample, **options):
@@ -117,7 +117,7 @@ def test_guards_are_sound_far_from_the_sample(seed):
 
 @pytest.mark.parametrize("accepted", [False, True])
 def test_a_guard_that_is_missing_is_reported(monkeypatch, accepted):
-    """The size 4 is told from others by forward, and by a guard of the entry; without guards that goes wrong."""
+    """Forward, and so a guard, tells the size 4 from others; without guards that goes wrong."""
     monkeypatch.setattr("tests.fuzz.dynamic.vary", lambda program, kind: variation("dynamic", *program.body))
     if accepted:
         monkeypatch.setattr("autodiff.extents.ExtentScope.broken", lambda self, guards=None: lambda sizes: None)

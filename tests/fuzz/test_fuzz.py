@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 COUNT, BATCH = 40, 5
 RICH = (10, 32, 33, 41, 65, 89, 236)
-"""Seeds whose programs have all words, when this was written: others are generated for what is not in these."""
+"""Seeds whose programs covered the whole vocabulary when this was written; others are generated for missing words."""
 
 
 @pytest.mark.parametrize("first", sampled(range(0, COUNT, BATCH), (0,)))
@@ -96,7 +96,7 @@ def test_verdicts():
     ],
 )
 def test_a_wrong_number_is_reported(monkeypatch, statement, word):
-    """The dispatched side is given another module: the difference must be seen, be it in a value or a gradient."""
+    """The dispatched side is another module: the difference must be seen, in a value or a gradient."""
 
     class Off(torch.autograd.Function):
         @staticmethod
@@ -124,19 +124,19 @@ def test_a_wrong_number_is_reported(monkeypatch, statement, word):
     monkeypatch.setattr("tests.fuzz.sample.add_tvm_dispatch", add)
     monkeypatch.setattr("tests.fuzz.sample._attributes", lambda module: {})
     monkeypatch.setattr("tests.fuzz.check.stats", lambda module: SimpleNamespace(hits=5, misses=Counter()))
-    verdicts = [check(replace(written, seed=seed)) for seed in range(8)]  # how it is called
+    verdicts = [check(replace(written, seed=seed)) for seed in range(8)]  # variations of the call
     assert any(verdict.status == "wrong" and word in verdict.detail for verdict in verdicts), verdicts
 
 
 def test_noise_is_not_a_bug():
-    """A difference of large numbers moves by more than a few roundings; eager itself does."""
+    """A difference of large numbers moves by more than a few roundings, in eager as well."""
     lines = ["y = ((x * 1e6 + 1).sin() + 1).cumsum(-1).softmax(0)", "y = torch.nn.functional.layer_norm(y, (4,))"]
     assert check(program(*lines)).status == "same"
 
 
 @pytest.mark.parametrize("result", ["y", "y + z.mean()"])
 def test_an_error_may_go_unnoticed_only_where_nothing_uses_the_result(result):
-    """Without the dead operator a compiled call returns what eager would; with a use it raises, as eager does."""
+    """Without the dead operator a compiled call returns eager's other results; with a use it raises, as eager does."""
     rows = ("rows", "torch.tensor([0, 1, 2, 2])", False)
     written = program("z = x[rows].sin()", "z[rows] *= 2", "y = x * 2", result=result)
     written = replace(written, arguments=(*written.arguments, rows))
@@ -150,7 +150,7 @@ def test_an_error_may_go_unnoticed_only_where_nothing_uses_the_result(result):
 
 
 def test_a_sample_that_eager_refuses_at_the_states_draws_is_skipped():
-    """An index that is drawn: in range where the calls are compared, out of it where the dispatch is added."""
+    """A drawn index: in range where the calls are compared, out of range where the dispatch is added."""
     inside, outside = (torch.randperm(7, generator=torch.Generator().manual_seed(seed))[0] for seed in (5, 11))
     assert inside != outside
     verdict = check(program(f"y = x[(torch.randperm(7)[:1] == {outside}) * 9]"))
@@ -168,7 +168,7 @@ def test_a_sample_that_eager_refuses_at_the_states_draws_is_skipped():
     ],
 )
 def test_an_error_inside_an_overwritten_value_may_go_unnoticed(gather):
-    """Its gradient is zero, whatever the element is that it would have been added to."""
+    """Its gradient is zero, for any element that it would have been added to."""
     rows = ("rows", "torch.tensor([0, 1, 2, 2])", False)
     written = program(f"z = {gather}", "z.zero_()", "y = x + z.sum()")
     written = replace(written, arguments=(*written.arguments, rows))
@@ -179,7 +179,7 @@ def test_an_error_inside_an_overwritten_value_may_go_unnoticed(gather):
 
 @pytest.mark.parametrize("add", [torch.sum, torch.nansum])
 def test_sums_that_overflow_in_some_order_only_are_not_compared(add):
-    """Eager's sum of ``max, max, -max`` depends on the order; what overflows in every order is nobody's choice."""
+    """Eager's sum of ``max, max, -max`` depends on the order; an overflow in every order must be matched."""
     largest = torch.finfo(torch.float32).max
     numbers = torch.tensor([largest, 1.0, -largest, 2.0, largest, -largest] * 2)
     found = []
@@ -211,7 +211,7 @@ def test_a_product_that_is_added_may_overflow_by_itself(add):
 
 
 def test_a_variances_mean_may_overflow_in_its_gradient():
-    """The distance of ``-max`` from ``max`` is infinite: what is not picked of the variances has zero times that."""
+    """The distance of ``-max`` from ``max`` is infinite: the unselected variances multiply it by zero."""
     largest = torch.finfo(torch.float64).max
     x = torch.tensor([[largest, 1.0], [-largest, 2.0], [0.0, 4.0]], dtype=torch.float64, requires_grad=True)
     found = []
@@ -225,7 +225,7 @@ def test_a_variances_mean_may_overflow_in_its_gradient():
     "product", [lambda x: x.log() * x, lambda x: x @ x.T, lambda x: torch.linalg.cross(x, x.cos())]
 )
 def test_zeros_stay_zeros_where_a_gradient_is_unreached(product):
-    """The overwritten product's gradient, which comes through factors that are infinite, adds nothing."""
+    """The overwritten product's gradient, which comes through infinite factors, adds nothing."""
     x = torch.full((3, 3), float("inf"), requires_grad=True)
 
     def gradient():

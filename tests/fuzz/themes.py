@@ -1,4 +1,4 @@
-"""Vocabulary of some programs alone: complex numbers, own autograd Functions, sizes by numbers, state in attributes."""
+"""Vocabulary of some programs: complex numbers, custom autograd Functions, sizes by numbers, state in attributes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fuzz.scope import Scope
 __all__ = ["VOCABULARY", "is_complex", "themes"]
 
 SHARE = {"complex": 0.25, "functions": 0.25, "counts": 0.1, "state": 0.15, "texts": 0.05, "pads": 0.05}
-"""Of the programs, those with a theme."""
+"""The share of programs with each theme."""
 
 MAKES_COMPLEX = """
 torch.complex({x}, {x} * 0.5) | torch.complex({x}.sin(), {x}) | torch.polar({x}.abs() + 0.1, {x}) | {x} * 1j
@@ -137,7 +137,7 @@ None ; {a} = {x}.detach().mean()\n{v} = {x} - {a}
 {{}} ; if {x}.shape not in {a}:\n    {a}[{x}.shape] = torch.ones({x}.numel(), dtype=D)\n{v} = {x} * {a}[{x}.shape].sum()
 [] ; {a}.append({x}.mean())\n{v} = {x} * {a}.pop()
 """
-"""What an attribute is, and its use as ``{a}``."""
+"""An attribute's value → its use as ``{a}``."""
 
 TEXTS = r"""
 {v} = {x} * len(f"{{tuple({x}.shape)}}")

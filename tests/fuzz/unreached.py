@@ -1,6 +1,6 @@
-"""What eager's gradients are where zeros stay zeros: of a result that nothing is computed from no gradient comes here.
+"""Eager's gradients with zeros kept: a compiled backward computes no gradient for a result that nothing uses.
 
-What was overwritten, or not picked, has a gradient of zeros in eager, which an infinite or nan factor makes nan of
+In eager, an overwritten or unselected value has a gradient of zeros, which an infinite or nan factor turns into nan
 (``docs/limits.md``).
 """
 
@@ -17,14 +17,14 @@ __all__ = ["Unreached"]
 aten = torch.ops.aten
 
 PRODUCTS = (aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
-"""Of a gradient and a factor."""
+"""Products of a gradient and a factor."""
 BILINEAR = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.linalg_cross.default)
-"""Whose elements are sums of products: zeros where all of an operand is."""
+"""Products whose elements are sums of products: zeros if an operand is all zeros."""
 
 
 class Unreached(TorchDispatchMode):
-    """In a backward, where the gradient that an elementwise operator gets is zero, so is its result; and a product of
-    zeros alone is zeros."""
+    """In a backward, keeps zeros: an elementwise operator's result where its gradient is zero, and a product with an
+    all-zero operand."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""What became of a random module, and how a difference or an error is told in one line."""
+"""The verdict on a random module, and one-line texts of differences and errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["EagerRaises", "Verdict", "Wrong", "in_backward", "is_lost", "one_lin
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one program.
+    """The verdict on one program.
 
     Attributes:
-        status: ``"same"``, ``"imprecise"`` (the same as the host's kernels; eager's own on the device compute with
-            narrower numbers), ``"refused"``, ``"missed"`` (nothing was dispatched), ``"skipped"`` (eager itself
-            raises), ``"wrong"`` or ``"crash"``.
+        status: ``"same"``, ``"imprecise"`` (the same as the host's kernels; eager's own on the device are less
+            precise), ``"refused"``, ``"missed"`` (no call was dispatched), ``"skipped"`` (eager itself raises),
+            ``"wrong"`` or ``"crash"``.
         detail: one line: the reason, or the difference.
         lost: whether an error of eager's has left this process without its GPU.
     """
@@ -35,17 +35,17 @@ class Wrong(AssertionError):
 
 
 class EagerRaises(Exception):
-    """A sample that eager refuses at the generator's state of that moment (an index that is drawn), or its kernel
-    asserts; the cause is eager's error."""
+    """Eager refuses the sample at the generator's present state (a drawn index), or its kernel asserts; the cause is
+    its error."""
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """Its type and its words."""
+    """The error's type and text."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:limit]
 
 
 def words(error: BaseException) -> str:
-    """Its words without addresses."""
+    """The error's text without addresses."""
     return re.sub(r"0x[0-9a-f]+", "0x", str(error))
 
 
@@ -55,11 +55,11 @@ def is_lost(error: BaseException) -> bool:
 
 
 def in_backward(error: BaseException) -> bool:
-    """Whether it was raised in autograd."""
+    """Whether autograd raised it."""
     return any("autograd" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
 def place(error: BaseException) -> str:
-    """File and line where it was raised."""
+    """File and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{'/'.join(frames[-1].filename.split('/')[-2:])}:{frames[-1].lineno}" if frames else "unknown place"

@@ -2,6 +2,6 @@
 
     python -m tests.sweep --suite opinfo --out sweep.csv --only '^nn.functional'
 
-It lives with the tests because it asserts what they assert, through the same comparison (``tests.bridge.compare``), and
-because a part of it is one of them (``tests/bridge/parity/test_sweep_subset.py``); ``benchmarks/`` measures speed.
+It belongs to the tests because it uses their comparison (``tests.bridge.compare``), and a part of it is a test
+(``tests/bridge/parity/test_sweep_subset.py``); ``benchmarks/`` measures speed.
 """

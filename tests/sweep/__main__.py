@@ -4,7 +4,7 @@
     python -m tests.sweep --suite zoo --out zoo.csv --only 'bert|gpt2' --jobs 2
     python -m tests.sweep --suite moduleinfo --out batches.csv --varying 0
     TEST_DEVICE=cuda python -m tests.sweep --suite opinfo --out recorded.csv --recorded
-    python -m tests.sweep --suite opinfo --out third.csv --slice 2/5       # of five machines' work, the third's
+    python -m tests.sweep --suite opinfo --out third.csv --slice 2/5       # the third of five equal parts
 
 The exit status is 1 if any case is a ``mismatch`` or an ``error``. A refusal is no failure: it names its operators.
 """
@@ -55,7 +55,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _slice(text: str) -> tuple[int, int]:
-    """``"2/5"``: of five equal parts, counted from 0, the one of number 2."""
+    """``"2/5"``: part number 2, counted from 0, of five equal parts."""
     first, _, parts = text.partition("/")
     if not (first.isdigit() and parts.isdigit() and int(first) < int(parts)):
         raise argparse.ArgumentTypeError(f"{text!r} is no slice: 0/5 to 4/5 are the five of a fifth each")
@@ -63,7 +63,7 @@ def _slice(text: str) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the cases that were asked for; returns the exit status."""
+    """Runs the selected cases; returns the exit status."""
     options = parse(arguments)
     suite = importlib.import_module(SUITES[options.suite])
     known = inspect.signature(suite.run_case).parameters

@@ -1,4 +1,4 @@
-"""One case of the sweep: what became of a module under dispatch, in one word and one line."""
+"""One case of the sweep: a module's result under dispatch, in one word and one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.sweep.varying import Missed, compare_sizes, of_sizes
 __all__ = ["Outcome", "Verdict", "check", "combine", "one_line"]
 
 RECORDED_CALLS = 8
-"""Of a module whose programs are recorded: warm-ups, calls until addresses come back, replays."""
+"""Calls of a module with recorded programs: warm-ups, calls until addresses repeat, replays."""
 REDUCED = {"rtol": 1e-5, "atol": 1e-6}
 """Tolerances for a float64 module that computes in lower precision inside (a float32 RMSNorm, rotary angles)."""
 
@@ -40,10 +40,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case, which may have several samples: a row of the report.
+    """One case, with one or more samples: a row of the report.
 
-    ``status`` is ``pass``, ``refused(op)``, ``mismatch``, ``error``, or ``skipped``: nothing to compare with, because
-    eager itself fails or gives another result at every call.
+    ``status`` is ``pass``, ``refused(op)``, ``mismatch``, ``error``, or ``skipped``: without a reference, because eager
+    itself fails or gives another result at every call.
     """
 
     case: str
@@ -81,13 +81,13 @@ def check(
     varying: int | None = None,
     recorded: bool = False,
 ) -> Verdict:
-    """Compare a float64 module with eager: outputs, every gradient, buffers, and the generator's state.
+    """Compares a float64 module with eager: outputs, every gradient, buffers, and the generator's state.
 
-    Nothing is raised: whatever goes wrong is what the sweep reports.
+    Raises nothing: all errors are results of the sweep.
 
     Args:
-        varying: a dimension of the inputs that the compiled code leaves open; two further sizes are compared.
-        recorded: more calls, whose programs are recorded graphs as soon as they can be.
+        varying: a dynamic dimension of the inputs; two further sizes are compared.
+        recorded: makes more calls, with programs recorded as graphs as soon as possible.
     """
     module, call = module.to(DEVICE), Call(*moved((call.args, call.kwargs)))
     if varying is not None:
@@ -122,7 +122,7 @@ def check(
 
 
 def _check_varying(module: nn.Module, call: Call, rtol: float, seed: int, process: Any, dimension: int) -> Verdict:
-    """Of the first way in which inputs of other sizes are something that eager can do."""
+    """The verdict for the first set of other input sizes that eager accepts."""
     call = Call(*clone_tree((call.args, call.kwargs), torch.float64))
     verdict = Verdict("skipped", "no such dimension")
     for calls in of_sizes(call, dimension):
@@ -161,15 +161,15 @@ def _compare(compare: Callable[[dict[str, float]], None], tolerances: dict[str, 
         return Verdict("refused", one_line(missed), ("other sizes",))
     except AssertionError as difference:
         return Verdict("mismatch", one_line(difference))
-    except Exception as error:  # noqa: BLE001 - any other exception is a bug, and the sweep's job is to list them all
+    except Exception as error:  # noqa: BLE001 - any other exception is a bug, which the sweep lists
         return Verdict("error", f"{one_line(error)} @ {_place(error)}")
     return Verdict("pass")
 
 
 def _reference(module: nn.Module, call: Call, rtol: float, seed: int, process: Any) -> tuple[bool, str]:
-    """Whether eager computes in lower precision inside, and why it is no reference (empty if it is one).
+    """Whether eager computes in lower precision inside, and the reason why it is no reference (empty if it is).
 
-    Atomic additions on a GPU add up in an order of their own each time: eager is one that is itself up to ``rtol``.
+    On a GPU, atomic additions vary in their order: eager is a reference if it reproduces itself up to ``rtol``.
     """
 
     def once(context: contextlib.AbstractContextManager) -> Run:
@@ -180,7 +180,7 @@ def _reference(module: nn.Module, call: Call, rtol: float, seed: int, process: A
     mode = _LowerPrecision()
     try:
         first, second = once(mode), once(contextlib.nullcontext())
-    except Exception as error:  # noqa: BLE001 - torch's samples include some that eager itself refuses to differentiate
+    except Exception as error:  # noqa: BLE001 - eager refuses to differentiate some of torch's samples
         return mode.seen, f"eager: {one_line(error)}"
     try:
         assert_same(first, second, **_tolerances(rtol))

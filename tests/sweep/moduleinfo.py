@@ -1,6 +1,6 @@
 """torch's ModuleInfo samples: every ``nn`` module in train mode, float64, parameters and inputs requiring grad.
 
-torch's list is imported when it is first asked for: that takes seconds, which collecting tests does not need.
+torch's list is imported at first use: that takes seconds, which collecting tests does not need.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def names() -> list[str]:
 def run_case(
     name: str, *, limit: int = 4, seed: int = 0, varying: int | None = None, recorded: bool = False
 ) -> Outcome:
-    """One step of each of at most ``limit`` samples, evenly spread, against eager; the rest: see :func:`check`."""
+    """One step of each of at most ``limit`` evenly spread samples against eager; further options: see :func:`check`."""
     from torch.testing._internal.common_utils import set_rng_seed
 
     start = time.perf_counter()

@@ -1,6 +1,6 @@
 """torch's OpInfo samples: every differentiable float64 operator as a module of its tensor arguments.
 
-torch's lists are imported when they are first asked for: that takes seconds, which collecting tests does not need.
+torch's lists are imported at first use: that takes seconds, which collecting tests does not need.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ RTOL = 1e-9
 
 
 class OperatorModule(nn.Module):
-    """Calls an operator on its tensor arguments; what is not a tensor is fixed at construction.
+    """Calls an operator on its tensor arguments; other arguments are fixed at construction.
 
     Args:
         operator: the function of the OpInfo.
-        arguments: ``(args, kwargs)`` of a sample; the places of its tensors become the inputs, in order.
+        arguments: ``(args, kwargs)`` of a sample; its tensors become the inputs, in order.
     """
 
     def __init__(self, operator: Any, arguments: tuple[tuple, dict[str, Any]]):
@@ -55,7 +55,7 @@ def _opinfos() -> ModuleType:
 
 @functools.cache
 def _operators(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """The OpInfos that are differentiable in a type on the CPU, by ``name`` or ``name:variant``."""
+    """The OpInfos differentiable in a dtype on the CPU, by ``name`` or ``name:variant``."""
     table = {}
     for op in _opinfos().op_db:
         if op.supports_autograd and dtype in op.supported_dtypes("cpu"):
@@ -96,14 +96,14 @@ def run_case(
     """Forward and VJP of an operator's samples against autograd; ``varying``, ``recorded``: see :func:`check`."""
     start, options = time.perf_counter(), {"varying": varying, "recorded": recorded}
     verdicts = []
-    # OpInfo seeds the generator inside every call of a random operator. The comparison seeds it itself, outside, and
-    # wants to see what the operator does to it.
+    # OpInfo seeds the generator inside every call of a random operator. The comparison seeds it outside, to see the
+    # operator's effect on it.
     with mock.patch.object(_opinfos(), "wrapper_set_seed", _without_seed):
         for sample in samples(name, limit, dtype):
             arguments = ((sample.input, *sample.args), sample.kwargs)
             module = OperatorModule(_operators(dtype)[name].op, arguments)
             tensors = tuple(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
-            # The sample says what of the result is defined at all (of a singular vector not the sign, for example).
+            # The sample selects the well-defined part of the result (not the sign of a singular vector, for example).
             process = sample.output_process_fn_grad
             verdicts.append(check(module, Call(tensors), rtol=RTOL, seed=seed, process=process, **options))
     return combine(name, verdicts, time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""The sweep's own logic: each kind of failure gets its word, and none of them ends the sweep."""
+"""The sweep's own logic: each kind of failure gets its word, and none ends the sweep."""
 
 import csv
 import time
@@ -93,7 +93,7 @@ class Unseeded(nn.Module):
 
 
 class OrderOfItsOwn(nn.Module):
-    """As atomic additions have: another rounding at each call."""
+    """Rounds differently at each call, as atomic additions do."""
 
     calls = 0
 
@@ -170,7 +170,7 @@ def test_the_worst_sample_decides():
 
 
 def test_crashes_and_time_outs_cost_one_row():
-    """In processes that load nothing: what a suite's worker adds to them is its loop."""
+    """In processes without a suite's imports; a suite's worker only adds its loop."""
     results = {}
 
     def failed(case, reason, seconds):

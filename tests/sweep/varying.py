@@ -1,4 +1,4 @@
-"""One case with a dimension that varies: compiled once, compared with eager at the sample's and two other sizes."""
+"""One case with a dynamic dimension: compiled once, compared with eager at the sample's and two other sizes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.bridge.compare import Call, assert_same, clone_tree, run
 __all__ = ["Missed", "compare_sizes", "of_sizes"]
 
 SIZES = (2, 5, 7)
-"""Two of these are run beside the sample's."""
+"""Two of these sizes are run beside the sample's."""
 
 
 class Missed(Exception):
-    """Calls of other sizes ran eager: the message is the reason that the statistics give."""
+    """Calls of other sizes ran eager; the message is the reason in the statistics."""
 
 
 def of_sizes(call: Call, dimension: int) -> Iterator[list[tuple[Call, list[Tensor]]]]:
-    """The call at its own and at two other sizes, each with its tensors that vary: in one way after another.
+    """The call at its own and at two other sizes, each with its resized tensors: in one way after another.
 
-    First every tensor varies that has the first one's size in that dimension, then the first alone. The tensors of a
-    larger size repeat what the sample has.
+    First all tensors with the first one's size in that dimension are resized, then the first alone. Larger tensors
+    repeat the sample's numbers.
     """
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > dimension]
@@ -65,12 +65,12 @@ def compare_sizes(
     process: Any,
     tolerances: dict[str, float],
 ) -> None:
-    """Dispatch a copy for all sizes and compare it with eager at each.
+    """Dispatches a copy for all sizes and compares it with eager at each.
 
     Raises:
         AssertionError: a difference.
-        Missed: eager's results, because calls ran eager.
-        Exception: what ``add_tvm_dispatch`` raises.
+        Missed: calls ran eager.
+        Exception: any error of ``add_tvm_dispatch``.
     """
     eager, dispatched = copy.deepcopy(module), copy.deepcopy(module)
     (sample, varying), *_ = calls

@@ -1,4 +1,4 @@
-"""Cases of a suite run in processes of their own: one that dies or does not end is an ``error``."""
+"""Cases of a suite in separate processes: a process that dies or does not end is an ``error``."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.sweep.check import Outcome, Verdict, combine
 __all__ = ["SUITES", "Settings", "run_cases"]
 
 SUITES = {name: f"tests.sweep.{name}" for name in ("opinfo", "opinfo_complex", "moduleinfo", "zoo", "special")}
-"""The modules that offer ``names()`` and ``run_case(name, limit=, seed=)``."""
+"""The modules with ``names()`` and ``run_case(name, limit=, seed=)``."""
 
 TORCHS_LISTS = {
     **dict.fromkeys(("opinfo", "opinfo_complex", "special"), ("torch.testing._internal.common_methods_invocations",)),
     "moduleinfo": ("torch.testing._internal.common_modules",),
 }
-"""What these import when they are first asked for a case."""
+"""Their imports at the first use of a case."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker is told once."""
+    """A worker's settings."""
 
     suite: str
     samples: int = 4
@@ -38,7 +38,7 @@ class Settings:
 
 
 def _serve(settings: Settings, connection: Connection) -> None:
-    """The worker's loop: a name comes in, an outcome goes out; ``None`` ends it."""
+    """The worker's loop: receives a name, sends an outcome; ``None`` ends it."""
     import torch
 
     torch.set_num_threads(settings.threads)
@@ -63,7 +63,7 @@ def run_cases(
     jobs: int = 1,
     serve: Callable[[Settings, Connection], None] = _serve,
 ) -> None:
-    """Run every case in one of ``jobs`` processes; ``report`` is called with each outcome, one at a time.
+    """Runs every case in one of ``jobs`` processes; calls ``report`` with each outcome, one at a time.
 
     Raises:
         TimeoutError: a worker could not be started; the remaining cases are not run.

@@ -1,7 +1,7 @@
-"""Tiny models as people train them (``tests.sweep.models``): a step compared in each tensor, then losses of some steps.
+"""Tiny models in training (``tests.sweep.models``): a step compared in each tensor, then losses of some steps.
 
-A model that is refused is dispatched in parts (``whole=False``), with the same losses; the report says what share of an
-eager forward's time lies inside of them.
+A refused model is dispatched in parts (``whole=False``), with the same losses; the report shows their share of an eager
+forward's time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def names() -> list[str]:
 def run_case(name: str, *, limit: int = 1, seed: int = 0, varying: int | None = None) -> Outcome:
     """One training step: loss and every output, every gradient, buffers, generator state; then losses of some steps.
 
-    ``limit`` has no effect. With ``varying``, sizes are compared and nothing is trained.
+    ``limit`` has no effect. With ``varying``, compares sizes and does not train.
     """
     del limit
     start = time.perf_counter()
@@ -53,7 +53,7 @@ def run_case(name: str, *, limit: int = 1, seed: int = 0, varying: int | None = 
 
 
 def _single(module: nn.Module, call: Call, seed: int) -> Verdict:
-    """A step of a model whose kernels have no float64: what differs from eager is rounding of single precision."""
+    """A step of a model whose kernels lack float64: differences from eager must be single-precision rounding."""
     module, kwargs = module.to(DEVICE), moved(call.kwargs)
     dispatched = copy.deepcopy(module)
     try:
@@ -71,7 +71,7 @@ def _single(module: nn.Module, call: Call, seed: int) -> Verdict:
 
 
 def _trained(case: Case, module: nn.Module, call: Call, seed: int, verdict: Verdict) -> Verdict:
-    """The verdict after ``STEPS`` steps, whole or in parts: what was said, and what share was dispatched."""
+    """The verdict after ``STEPS`` steps, whole or in parts, with refusals and the dispatched share."""
     module, kwargs = module.to(DEVICE), clone_tree(moved(call.kwargs), case.dtype)
     eager, dispatched = copy.deepcopy(module), copy.deepcopy(module)
     try:
@@ -111,10 +111,10 @@ def _assert_as_close_as(
     expected: list[torch.Tensor],
     **tolerances: float,
 ) -> bool:
-    """Losses and the generator's state are eager's; whether the losses are so only as far as rounding does not grow.
+    """Asserts eager's losses and generator state; returns whether the losses only agree up to growing rounding.
 
-    Training may be chaotic (normalization by few numbers): then eager's losses of ``rounded`` parameters tell how far
-    rounding may have moved them up to each step, and ours may be twice as far from them.
+    Training may be chaotic (normalization by few numbers): then eager's losses with ``rounded`` parameters show the
+    effect of rounding up to each step, and ours may be twice as far away.
     """
     try:
         torch.testing.assert_close(actual, expected, **tolerances)
@@ -133,7 +133,7 @@ def _assert_as_close_as(
 
 
 def _losses(case: Case, module: nn.Module, kwargs: dict[str, Any], seed: int) -> list[torch.Tensor]:
-    """Of each step of SGD, under one seed; the last element is the generator's state afterwards."""
+    """The loss of each step of SGD, under one seed; the last element is the generator's state afterwards."""
     torch.manual_seed(seed + 1)
     np.random.seed(seed + 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)

@@ -1,9 +1,9 @@
-"""Public packages' models, a small one a family, trained some steps beside eager → a table: hits, parts, refusals.
+"""Public packages' models, a small one per family, trained some steps beside eager → a table: hits, parts, refusals.
 
     python -m tests.wild [--out FILE] [TEXT …]     families whose names have one of these texts
 
-A process a family, one at a time, with a limit of its time. ``--out``: lines of JSON; families that are there already
-are not run again. ``make test-wild`` installs the packages in an environment of its own.
+One process per family, one at a time, with a time limit. ``--out``: lines of JSON; families that are there already are
+not run again. ``make test-wild`` installs the packages in an environment of its own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.wild.families import Family, families
 
 LIMIT_S = 300
 VERDICTS = ("hit", "entries", "parts", "misses", "refused", "WRONG", "CRASH", "left out")
-"""Every call a hit, likewise by an entry for each size, in parts, not every call a hit, not at all, other than eager, a
-raw error or a signal, not run."""
+"""Every call a hit; the same with an entry for each size; in parts; some calls misses; refused; wrong numbers; an error
+or a signal; not run."""
 
 
 def in_a_process(family: Family) -> tuple[str, str]:
@@ -41,7 +41,7 @@ def in_a_process(family: Family) -> tuple[str, str]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
             found = verdict_on(family)
-        except BaseException as error:  # noqa: BLE001 - told in the table
+        except BaseException as error:  # noqa: BLE001 - reported in the table
             traceback.print_exc()
             found = "CRASH", f"{type(error).__name__}: {' '.join(str(error).split())}"
         os.write(write, json.dumps(found).encode())

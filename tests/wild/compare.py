@@ -1,4 +1,4 @@
-"""A family's steps in float32, eager beside dispatched, with eager in float64 as the judge → a verdict, and words."""
+"""A family's steps in float32, eager beside dispatched, with eager in float64 as the judge → a verdict, and a text."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ STEPS = 5
 ENTRIES = 2
 """One for the sample's sizes, one for all others."""
 LIKE_EAGER = 20.0
-"""Ours may be so many times as far from float64 as eager is, in each kind of results."""
+"""The allowed distance of ours from float64, in multiples of eager's, for each kind of results."""
 ROUNDING = 2e-5
-"""Of the largest number of a result, or of all gradients; sums in another order differ by less."""
+"""The difference of other orders of sums, relative to the largest number of a result, or of all gradients."""
 OTHER = 0.05
-"""Where eager's float32 is farther from float64 than that, float64 is no judge: it drew other numbers, mostly."""
+"""Where eager's float32 is farther from float64, float64 is no judge: mostly, it drew other numbers."""
 
 
 def _step(module: nn.Module, call: Call, i: int) -> dict[str, Any]:
-    """One step of training: what there is to compare."""
+    """The comparable results of one training step."""
     args, kwargs = call
     given = [each for each in pytree.tree_leaves(call) if isinstance(each, torch.Tensor)]
     torch.manual_seed(i)
@@ -66,7 +66,7 @@ def _wide(tree: Any) -> Any:
 
 
 def _differ(eager: dict[str, Any], ours: dict[str, Any], exact: dict[str, Any], rounding: float) -> str | None:
-    """What is wrong of a step, or None."""
+    """The first wrong result of a step, in words, or ``None``."""
     if list(eager) != list(ours):
         return f"{sorted(set(eager) ^ set(ours))[:3]} only in one"
     kinds: dict[str, float] = {}
@@ -107,9 +107,9 @@ def _off(each: torch.Tensor, judge: torch.Tensor) -> float:
 
 
 def verdict_on(family: Family) -> tuple[str, str]:
-    """The verdict on a family, and words."""
+    """The verdict on a family, and a text."""
 
-    begun: dict[str, Any] = {}  # the first one's state: parameters may be memory that nobody has written
+    begun: dict[str, Any] = {}  # the first module's state: others may have uninitialized parameters
 
     def made() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
@@ -121,12 +121,12 @@ def verdict_on(family: Family) -> tuple[str, str]:
     try:
         eager, calls = made()
         wanted = [_step(eager, calls(i), i) for i in range(STEPS)]
-    except Exception as error:  # noqa: BLE001 - eager's, which is told
+    except Exception as error:  # noqa: BLE001 - eager's, which is reported
         return "left out", f"{type(error).__name__}: {error}"
     try:
         judge = made()[0].double()
         exact = [_step(judge, _wide(calls(i)), i) for i in range(STEPS)]
-    except Exception:  # noqa: BLE001 - a module that makes float32 by itself
+    except Exception:  # noqa: BLE001 - a module that itself makes float32
         exact = [{}] * STEPS
     module = made()[0]
     refused, is_added = _added(module, *calls(0))
@@ -150,7 +150,7 @@ def verdict_on(family: Family) -> tuple[str, str]:
 
 
 def _added(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[str, bool]:
-    """The module is dispatched, whole or in parts; why not whole, and whether anything of it is dispatched."""
+    """Dispatches the module, whole or in parts; returns the refusal of the whole, and whether a part is dispatched."""
     if not args and not kwargs:
         add_tvm_dispatch(module)
         return "", True

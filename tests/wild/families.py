@@ -22,7 +22,7 @@ Call = tuple[tuple, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Family:
-    """A module of a package, by expressions: what makes it, and what each call is given."""
+    """A package's module, by the expressions of its constructor and of its calls' arguments."""
 
     package: str
     name: str
@@ -57,7 +57,7 @@ class Family:
 
 
 def families() -> Iterator[Family]:
-    """Those of ``families.txt``, in its order."""
+    """The families of ``families.txt``, in order."""
     text = Path(__file__).with_suffix(".txt").read_text()
     package = ""
     for line in re.sub(r"\n +", " ", text).splitlines():
@@ -79,7 +79,7 @@ def _call(*args: Any, **kwargs: Any) -> Call:
 
 
 def _given(i: int) -> dict[str, Any]:
-    """Names of call ``i``'s arguments: graphs of another number of nodes and edges at each, the others of one size."""
+    """Names for call ``i``'s arguments: graphs with another number of nodes and edges each, other data of one size."""
     n = 24 + 5 * i
     edges = torch.randint(0, n, (2, 3 * n + i))
     kinds = torch.arange(edges.shape[1]) % 3
@@ -108,7 +108,7 @@ def _given(i: int) -> dict[str, Any]:
 
 
 def _names(expression: str, modules: list[Any]) -> dict[str, Any]:
-    """What an expression's names are in a package."""
+    """The objects of an expression's names in a package."""
     found = {}
     for name in re.findall(r"[A-Za-z_]\w*", expression):
         for module in modules:
@@ -140,7 +140,7 @@ _SIZES = (
 
 
 def _small(fields: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's sizes, cut down by what they are called; lists keep their lengths."""
+    """A configuration's sizes, cut down according to their names; lists keep their lengths."""
     found = {}
     for name, value in fields.items():
         size = next((size for pattern, size in _SIZES if re.search(pattern, name)), None)
@@ -197,7 +197,7 @@ def _adapted(config: Any) -> tuple[nn.Module, Callable[[], Call]]:
 
 
 def _unet(down: str, up: str, suffix: str, **more: Any) -> dict[str, Any]:
-    """A configuration that diffusers' U-Nets share: two levels, attention in the lower one."""
+    """A configuration shared by diffusers' U-Nets: two levels, attention in the lower one."""
     return {
         "down_block_types": (f"DownBlock{suffix}", down),
         "up_block_types": (up, f"UpBlock{suffix}"),
@@ -210,14 +210,14 @@ def _unet(down: str, up: str, suffix: str, **more: Any) -> dict[str, Any]:
 
 
 def _radius_graph(pos: torch.Tensor, r: float, batch: torch.Tensor, loop: bool = False, **_: Any) -> torch.Tensor:
-    """The edges of nodes of one graph that are nearer than r, which PyTorch Geometric has of a library in C."""
+    """The edges between nodes of one graph nearer than r; PyTorch Geometric takes them from a library in C."""
     near = (torch.cdist(pos, pos) < r) & (batch[:, None] == batch)
     return (near if loop else near & ~torch.eye(len(pos), dtype=torch.bool)).nonzero().t().flip(0)
 
 
 @functools.cache
 def _without_cuda() -> torch.library.Library:
-    """Operators that torchvision counts on: its build for CUDA cannot load its own beside a torch without it."""
+    """Operators that torchvision requires: its CUDA build cannot load its own with a torch without CUDA."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     if torch.version.cuda is None:
         for name in ("nms", "qnms"):
@@ -256,7 +256,7 @@ _MODULES = {
     "pytorch_metric_learning": ["pytorch_metric_learning.losses"],
     "gpytorch": ["gpytorch"],
 }
-"""Where the names of a package's lines are looked for; elsewhere in the package itself."""
+"""Further namespaces for the lines of a package, besides the package itself."""
 _OWN = {
     "mlp": _mlp,
     "transformer": _transformer,

@@ -1,4 +1,4 @@
-"""``python -m tests.zoo [--only NAME] [--steps N]``: each training script beside eager; what was dispatched."""
+"""``python -m tests.zoo [--only NAME] [--steps N]``: each training script beside eager, with its dispatch counts."""
 
 from __future__ import annotations
 

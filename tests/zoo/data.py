@@ -25,7 +25,7 @@ def digits(count: int = 256) -> tuple[Tensor, Tensor]:
 
 
 def batches(*tensors: Tensor, size: int):
-    """Batches of ``size`` rows without end, drawn from torch's generator."""
+    """Endless batches of ``size`` rows, drawn from torch's generator."""
     while True:
         rows = torch.randint(len(tensors[0]), (size,))
         yield tuple(tensor[rows] for tensor in tensors)
@@ -33,7 +33,7 @@ def batches(*tensors: Tensor, size: int):
 
 @functools.cache
 def text() -> tuple[Tensor, int]:
-    """Python's own manual as int64 characters, and how many different ones there are."""
+    """Python's own manual as int64 characters, and the number of different ones."""
     manual = "".join(topics[name] for name in sorted(topics)[:8])
     letters = {letter: i for i, letter in enumerate(sorted(set(manual)))}
     return torch.tensor([letters[letter] for letter in manual]), len(letters)

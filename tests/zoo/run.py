@@ -1,4 +1,4 @@
-"""A training script run twice, eager and dispatched: how far apart the two are, and what was dispatched."""
+"""A training script run twice, eager and dispatched → their distance, and the dispatch counts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Script = Callable[[Callable[..., Any]], Iterator[Any]]
 """``train(dispatch)``: calls ``dispatch(module, sample, **options)``, then yields the losses of each step."""
 
 WARM_UP = 3
-"""Steps that are not timed."""
+"""Untimed steps."""
 
 
 @dataclass
 class Dispatch:
-    """Stands for ``add_tvm_dispatch`` in a script: notes the module, what it took to add, and a refusal's words."""
+    """Stands for ``add_tvm_dispatch`` in a script: notes modules, seconds and refusals."""
 
     enabled: bool
     modules: list[nn.Module] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run of a script left behind."""
+    """The results of a run of a script."""
 
     dispatch: Dispatch
     losses: Tensor
@@ -62,15 +62,15 @@ class Trained:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Two runs compared.
+    """The comparison of two runs.
 
     Attributes:
-        loss: largest difference of a loss, relative to the largest such loss.
-        state: norm of the difference of all parameters and buffers of a module, relative to their norm; of the worst.
-        generator: whether the generator's state afterwards is eager's, bit by bit.
-        hits: calls that were dispatched, by the dispatched module's class.
-        misses: reasons of the calls that were not.
-        refusals: words, by the class of the module that was refused.
+        loss: largest difference of a loss, relative to the largest loss of its kind.
+        state: norm of the difference of a module's parameters and buffers, relative to their norm; the worst module.
+        generator: whether the generator's final state is eager's, bit by bit.
+        hits: dispatched calls, by the module's class.
+        misses: reasons of the other calls.
+        refusals: texts, by the class of the refused module.
         seconds: to add.
         ratio: of the median step, ours to eager's.
     """

@@ -1,4 +1,4 @@
-"""The zoo: tiny models as people train them, each with a batch and what is trained of its result."""
+"""The zoo: tiny models as they are commonly trained, each with a batch and the trained part of its result."""
 
 from tests.sweep.models import experts, pictures, several, spectral, speech, text
 from tests.sweep.models.batches import Case

@@ -1,4 +1,4 @@
-"""Batches and options that the models of the zoo share: tiny widths, random tokens, labels where a token stands."""
+"""Shared batches and options of the zoo's models: tiny widths, random tokens, labels at tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Arguments = dict[str, Any]
 
 
 def loss_of(result: Any) -> Tensor:
-    """What is trained: the model's own loss; of one that has none, the mean square of its first result."""
+    """The trained value: the model's own loss; without one, the mean square of its first result."""
     loss = getattr(result, "loss", None)
     if loss is None:
         loss = (result if isinstance(result, Tensor) else result[0]).square().mean()
@@ -51,7 +51,7 @@ def loss_of(result: Any) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A model, its training batch, what is trained of its result; ``dtype``: float64, but where eager has none."""
+    """A model, its training batch, the trained part of its result; ``dtype``: float64, unless eager lacks it."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[], Arguments]
@@ -71,7 +71,7 @@ def attention_mask(batch: int = 3, length: int = 11) -> Tensor:
 
 
 def language() -> Arguments:
-    """Padded token sequences, labels where a token stands."""
+    """Padded token sequences, labels at tokens."""
     ids, mask = tokens(), attention_mask()
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
@@ -99,13 +99,13 @@ def vision(**options: Any) -> dict[str, Any]:
 
 
 def decoder(**options: Any) -> dict[str, Any]:
-    """The options that the decoders after LLaMA share; two query heads per key-value head."""
+    """The options shared by the decoders after LLaMA; two query heads per key-value head."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return {**WIDTH, **SPECIAL, **heads, "attention_dropout": 0.1, "use_cache": False, **options}
 
 
 def seq2seq(**options: Any) -> dict[str, Any]:
-    """The options that the encoder-decoders after BART share."""
+    """The options shared by the encoder-decoders after BART."""
     shared = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 40}
     heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40}
     rates = {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1}

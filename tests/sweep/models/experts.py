@@ -1,4 +1,4 @@
-"""Models whose tokens are routed to a few of many experts, in each of the forms that experts have."""
+"""Models that route tokens to a few of many experts, in each implementation of experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Expert(nn.Module):
 
 
 class Routed(nn.Module):
-    """As people write it: a loop over experts that are modules, each of which gets the rows that chose it."""
+    """A common implementation: a loop over expert modules, each of which gets the rows that chose it."""
 
     def __init__(self, width: int = 24, hidden: int = 40, experts: int = 4, chosen: int = 2):
         super().__init__()

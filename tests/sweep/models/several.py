@@ -1,4 +1,4 @@
-"""Models with several inputs or results: pictures beside texts, boxes that are matched with what is in a picture."""
+"""Models with several inputs or results: pictures beside texts, boxes matched with a picture's objects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _detr() -> nn.Module:
 
 
 def _objects() -> list[dict[str, Tensor]]:
-    """Of two pictures, what is in them: classes, and boxes (center, width, height) as shares of the picture."""
+    """The objects in two pictures: classes, and boxes (center, width, height) as shares of the picture."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for count in (2, 3):
@@ -57,7 +57,7 @@ def _scenes() -> Arguments:
 
 
 def matched_loss(result: Any) -> Tensor:
-    """The loss of DETR, outside of the model: queries and objects are matched, then classes and boxes are compared."""
+    """The loss of DETR, outside of the model: queries and objects are matched, then classes and boxes compared."""
     losses = []
     for logits, boxes, truth in zip(result.logits, result.pred_boxes, _objects(), strict=True):
         wanted = truth["boxes"].to(boxes)

@@ -28,7 +28,7 @@ def _sequences() -> Arguments:
 
 
 class RotaryAttention(nn.Module):
-    """Causal attention whose queries and keys are turned by complex factors, as LLaMA's first code has it."""
+    """Causal attention whose queries and keys are rotated by complex factors, as in LLaMA's first code."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -96,7 +96,7 @@ class StateSpace(nn.Module):
         self.out, self.drop = nn.Linear(width, 2 * width), nn.Dropout(0.1)
 
     def kernel(self, length: int) -> Tensor:
-        """(width, length): how much an element counts that lies so many steps back."""
+        """(width, length): the weight of the element that lies this many steps back."""
         poles = torch.complex(-self.log_decay.exp(), self.frequency)
         steps = poles * self.log_step.exp()[:, None]
         powers = (steps[..., None] * torch.arange(length, device=steps.device)).exp()

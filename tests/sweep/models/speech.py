@@ -1,4 +1,4 @@
-"""HuggingFace models of speech: CTC, layers that are left out at random, encoder and decoder."""
+"""HuggingFace models of speech: CTC, randomly skipped layers, encoder and decoder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _wav2vec2(**options: Any) -> nn.Module:
 
 
 def _waves() -> Arguments:
-    """Two pieces of sound of other lengths, each with a text that is shorter."""
+    """Two sounds of different lengths, each with a shorter text."""
     mask = torch.ones(2, 640, dtype=torch.long)
     mask[1, 500:] = 0
     labels = torch.randint(1, 12, (2, 6))

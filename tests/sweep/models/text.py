@@ -1,6 +1,6 @@
-"""HuggingFace models of text, as people train them: dropout on, labels, loss.
+"""HuggingFace models of text in training: dropout on, labels, loss.
 
-Caches for generation are off (``use_cache=False``): a training step has no use for them, and they are no tensors.
+Caches for generation are off (``use_cache=False``): a training step does not use them, and they are no tensors.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m tests.sweep --suite special --out special.csv
 
-A case is an operator and an element type. Of the columns, ``samples`` counts points (inputs and an upstream gradient),
-``passed`` those equal to eager, ``skipped`` those that are justified, with the words in ``detail``.
+A case is an operator and a dtype. The column ``samples`` counts points (inputs and an upstream gradient), ``passed``
+the points equal to eager, ``skipped`` the justified differences, with the reasons in ``detail``.
 """
 
 from __future__ import annotations

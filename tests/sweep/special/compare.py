@@ -1,7 +1,7 @@
-"""Comparison at special points: what we compute beside every answer that eager gives → equal, justified, differing.
+"""Comparison at special points: our results beside all of eager's → equal, justified, differing.
 
-Eager's vectorized and scalar code differ in a few places, so eager is asked several times: all points in one tensor,
-strided, and each point alone. What any of these answers is right.
+Eager's vectorized and scalar code differ in a few places, so eager runs several times: all points in one tensor,
+strided, and each point alone. Any of these results is right.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["close", "close_to_exact", "same"]
 
 ULPS = 6
-"""Units in the last place within which two roundings of one number lie."""
+"""The largest distance of two roundings of one number, in units in the last place."""
 
 
 def same(ours: Tensor, wanted: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def close(ours: Tensor, wanted: Tensor) -> Tensor:
 
 
 def close_to_exact(ours: Tensor, wanted: Tensor, exact: Tensor) -> Tensor:
-    """Finite, and about as far from float64's answer as eager is, or within a rounding of the largest in its row."""
+    """Finite, and about as far from the float64 result as eager is, or within a rounding of the largest in its row."""
     info = torch.finfo(ours.dtype)
     a, b, exact = ours.double(), wanted.double(), exact.double()
     error, eager = (a - exact).abs(), (b - exact).abs()

@@ -1,7 +1,7 @@
-"""Justified differences of the special-point sweep: operator and difference → one line of why, or nothing.
+"""Justified differences of the special-point sweep: operator and difference → a one-line reason, or nothing.
 
-Differences within eager itself (vectorized beside scalar code) and roundings are found by :mod:`.run`; here stands what
-differs on purpose, each with the points at which it may.
+:mod:`.run` finds differences within eager itself (vectorized beside scalar code) and roundings; this table lists
+intended differences, each with its points.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _size(difference: Difference) -> float:
 
 
 def _overflows(dtype: torch.dtype, factor: float) -> Callable[[Difference], bool]:
-    """``factor`` times the largest input is no number of the type."""
+    """Whether ``factor`` times the largest input overflows the type."""
     return lambda difference: factor * _size(difference) > torch.finfo(dtype).max
 
 
@@ -44,7 +44,7 @@ def _value(difference: Difference) -> bool:
     return difference.part.startswith("value")
 
 
-#: Operators, which of value and gradient, at which points, and why.
+#: Operators, whether value or gradient, the points, and the reason.
 _RULES = (
     (
         r"^(square|pow_2|pow_3|mse|float_power|rms.*|lp_pool1d)$",
@@ -122,7 +122,7 @@ _RULES = (
 
 
 def excuse(name: str, dtype: torch.dtype) -> Callable[[Difference], str | None]:
-    """The justification of an operator's differences: a function from a difference to its words, or ``None``."""
+    """The justification of an operator's differences: a difference → its reason, or ``None``."""
     rules = [(part, where(dtype), words) for pattern, part, where, words in _RULES if re.search(pattern, name)]
 
     def answer(difference: Difference) -> str | None:

@@ -1,6 +1,6 @@
-"""Operators of the special-point sweep: name → function and the points it is tried at.
+"""Operators of the special-point sweep: name → function and its points.
 
-torch's list is imported when it is first asked for: that takes seconds, which collecting tests does not need.
+torch's list is imported at first use: that takes seconds, which collecting tests does not need.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Case:
 
     Attributes:
         function: of tensors.
-        inputs: element type → tensors whose first axis counts the points.
-        alone: a point is a call of its own (for what mixes points), not a row of one call.
-        constant: positions of inputs that require no gradient though they are floats.
+        inputs: dtype → tensors whose first axis counts the points.
+        alone: each point is a call of its own (for operators that mix points), not a row of one call.
+        constant: positions of float inputs without a gradient.
         either_zero: a result of zero may have either sign (extrema of zeros, sums that cancel).
     """
 
@@ -318,7 +318,7 @@ def _from_opinfo() -> dict[str, Case]:
 
 
 def _with_sample_arguments(info: UnaryUfuncInfo | BinaryUfuncInfo) -> Callable:
-    """The operator with the numbers that torch's first sample of it has (the ``n`` of ``polygamma``)."""
+    """The operator with the numbers of torch's first sample (the ``n`` of ``polygamma``)."""
     from torch.testing._internal.opinfo.core import UnaryUfuncInfo
 
     if isinstance(info, UnaryUfuncInfo):

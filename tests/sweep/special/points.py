@@ -28,7 +28,7 @@ def _extremes(dtype: torch.dtype) -> list[float]:
 
 
 def few(dtype: torch.dtype) -> list[float]:
-    """The points of which the cross product of three is still small."""
+    """Points few enough for a cross product of three."""
     info = torch.finfo(dtype)
     return [0.0, -0.0, 1.0, -1.0, 0.5, 2.0, info.smallest_normal * info.eps, info.max / 3.4, INF, -INF, NAN]
 
@@ -47,7 +47,7 @@ def unit(dtype: torch.dtype) -> list[float]:
 
 
 def inner(dtype: torch.dtype) -> list[float]:
-    """The special points of functions of two elements, of which the cross product is taken."""
+    """The special points of functions of two elements, for a cross product."""
     info = torch.finfo(dtype)
     plain = [0.0, 0.5, 1.0, 2.0, 3.0, 1e-8, info.smallest_normal * info.eps, info.smallest_normal]
     positive = [*plain, info.max / 3.4, info.max, 88.7, INF]

@@ -1,4 +1,4 @@
-"""One operator of the special-point sweep: compiled once, asked at all points with all upstream gradients."""
+"""One operator of the special-point sweep: compiled once, run at all points with all upstream gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.sweep.special.points import UPSTREAM
 __all__ = ["Difference", "Findings", "run"]
 
 RAMP = (1.0, 0.5, -2.0, 3.0)
-"""How the upstream gradients of one row differ."""
+"""The proportions of the upstream gradients in one row."""
 
 SIGN = "the sign of a zero"
-"""Of a gradient, which torch adds up from +0 or not; of a value, where two zeros are compared or subtracted."""
+"""In a gradient: torch may sum from +0; in a value: two zeros are compared or subtracted."""
 
 Answer = dict[str, Tensor]
 """``value 0``, ``gradient 0``, … by name; the first axis counts the points."""
@@ -40,7 +40,7 @@ class Operator(nn.Module):
 
 @dataclass(frozen=True)
 class Difference:
-    """What an operator gives at a point, and what eager gives there: numbers along a row, one for an element."""
+    """An operator's and eager's results at a point: the numbers along a row, or one of an element."""
 
     part: str
     inputs: tuple[tuple[float, ...], ...]
@@ -56,7 +56,7 @@ class Difference:
 
 @dataclass
 class Findings:
-    """Of one operator: how many points, how many equal eager, how many are justified by which words, and the rest."""
+    """The points of one operator, the number equal to eager, the justified ones by reason, and the rest."""
 
     points: int = 0
     equal: int = 0
@@ -72,8 +72,8 @@ def run(
     Args:
         case: the operator and its points.
         dtype: of its floating point inputs.
-        excuse: the words that justify a difference, ``None`` if nothing does.
-        reference: what eager runs, if it is not the operator.
+        excuse: a difference → the reason that justifies it, or ``None``.
+        reference: the eager function, if it is not the operator.
 
     Raises:
         UnsupportedModule: it is refused.
@@ -125,7 +125,7 @@ def _answer(
 
 
 def _upstream(result: Tensor, upstream: Tensor) -> Tensor:
-    """The gradients of the points, those along a row in the proportions of :data:`RAMP`."""
+    """The gradients of the points; along a row in the proportions of :data:`RAMP`."""
     if not result.dim():
         return upstream.reshape(()).to(result.dtype)
     if upstream.numel() == 1:
@@ -140,7 +140,7 @@ def _upstream(result: Tensor, upstream: Tensor) -> Tensor:
 def _each(
     module: nn.Module, columns: Sequence[Tensor], grads: Sequence[bool], upstream: Tensor, keep: bool = False
 ) -> Answer:
-    """Each point a call of its own."""
+    """The results with a call for each point."""
     answers = [
         _answer(module, [column[index] for column in columns], grads, upstream[index : index + 1], keep)
         for index in range(len(upstream))
@@ -205,7 +205,7 @@ def _zeros(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _alone(asked, columns, grads, upstream, left, wanted) -> Answer:
-    """Eager's answers at the points ``left``, each a tensor of one point; elsewhere ``wanted``."""
+    """Eager's results at the points ``left``, each in a tensor of its own; elsewhere ``wanted``."""
     answer = {name: value.clone() for name, value in wanted.items()}
     for index in left.tolist():
         part = [column[index : index + 1] for column in columns]
@@ -217,7 +217,7 @@ def _alone(asked, columns, grads, upstream, left, wanted) -> Answer:
 def _in_float64(asked, columns, grads, upstream, ask) -> Answer | None:
     try:
         return ask(asked, [c.double() if c.is_floating_point() else c for c in columns], grads, upstream)
-    except RuntimeError:  # an operator that mixes types on its own
+    except RuntimeError:  # an operator with its own mixed types
         return None
 
 
