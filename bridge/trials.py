@@ -285,7 +285,6 @@ Measure = Callable[[], Mapping[str, float]]
 """Times candidates of a question together; returns their seconds."""
 
 KIND = "trial"
-"""Kind of the artifacts in the disk cache."""
 
 _MOST = 512
 """Most questions of one kind that a process times; further ones get the default."""
@@ -363,7 +362,6 @@ class Trials:
 
 
 TRIALS = SESSION.cache("choices", Trials())
-"""The decisions of this process."""
 
 
 def _on_disk(question: Question, measure: Measure) -> Mapping[str, float]:

@@ -232,7 +232,6 @@ _TYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def _described(tensor: torch.Tensor) -> dict[str, Any]:
-    """Element type and shape."""
     if tensor.dtype not in _TYPE_NAMES:
         raise NoFormError(f"a tensor of {tensor.dtype}")
     return {"dtype": _TYPE_NAMES[tensor.dtype], "shape": list(tensor.shape)}

@@ -1,7 +1,7 @@
 """Cache settings: environment variables → the cache's directory, its size limit, whether it is on.
 
-The directory must be writable for this user (and root) only: artifacts contain machine code, so write access would let
-other users run theirs.
+The directory must belong to this user or root, and not be world-writable: artifacts contain machine code, so write
+access would let other users run theirs.
 
 BRIDGE_CACHE=0                 neither reads nor writes
 BRIDGE_CACHE_DIR=/some/where   default: ``tvm_dispatch`` in the user's cache directory; a relative path is relative to
@@ -119,7 +119,6 @@ def _folder(environment: Mapping[str, str]) -> Path:
 
 
 def _user_folder(environment: Mapping[str, str]) -> Path:
-    """The user's cache directory on this platform."""
     if sys.platform == "win32":
         return Path(environment.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     if sys.platform == "darwin":

@@ -242,7 +242,7 @@ _ELSEWHERE = 20.0
 
 
 def made_once(store: Store, claim: str, get: Callable[[], Made | None], make: Callable[[], Made]) -> Made:
-    """The result of ``get``, or else of ``make``, which only one process at a time runs.
+    """The result of ``get``, or else of ``make``, which one process at a time runs, unless others have waited too long.
 
     Args:
         claim: the artifact's key.

@@ -183,8 +183,9 @@ class Save(CallStep):
         outputs: places of saved outputs.
         captures: the first saved intermediate among the results; all later results are saved.
         names: of all saved tensors.
-        aliased: indices into ``primals`` + ``outputs`` of tensors saved detached, since they alias another tensor.
-        left: indices into ``primals`` + ``outputs`` of final values of inputs written in place; each input is saved.
+        aliased: indices into ``primals`` + ``outputs`` of tensors saved as detached aliases (:func:`saved_apart`).
+        left: (index into ``primals`` + ``outputs``, input) if the input's memory has that value in the end: the input
+            is saved.
         beside: places of extra inputs and draws for a backward by eager's operators.
         beside_names: their names; ``beside_copied``: indices of buffers among them that the call changes;
             ``beside_followed``: indices of arguments among them that require grad.
@@ -307,7 +308,6 @@ class Backward(CallStep):
 
 
 STEPS: tuple[type[CallStep], ...] = tuple(CallStep.__subclasses__())
-"""Every kind of step."""
 
 
 def _list(names: Iterable[str]) -> str:

@@ -448,7 +448,6 @@ class Dispatcher:
         return entry
 
     def _options(self, call: SampleCall) -> EntryOptions:
-        """The options to compile a call with."""
         wanted = self.options
         backend = backend_of_call(wanted.backend, call)
         return EntryOptions(

@@ -180,7 +180,7 @@ class Entry:
     Attributes:
         lowered: every stage of the lowering; shared with entries of equal calls (:mod:`bridge.lowering.reuse`).
         programs: its forward and backwards; ``options``: the options of their compilation.
-        steps: the steps of a call, including the backward for grad_outs of all differentiable outputs.
+        steps: the steps of a call, including the backward for grad_outs of the expected outputs.
         bound: with dynamic shapes, the bound calls of the latest sizes, else ``None``.
         run: with static shapes, the steps as functions.
         compile_seconds: from capture to the compiled programs.

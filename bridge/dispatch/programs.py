@@ -105,7 +105,7 @@ class Programs:
 
     @cached_property
     def eager_backward(self) -> EagerBackward | None:
-        """The differentiable backward by eager's operators; ``None``: nothing requires grad."""
+        """The differentiable backward by eager's operators; ``None``: nothing requires grad, or a loaded program."""
         return self._eager if self.sizes is None or self._eager is None else self._eager.at(self.sizes)
 
     @property

@@ -134,7 +134,6 @@ def _skeleton(plain: Any) -> Any:
 
 
 def _parameters(signature: inspect.Signature) -> tuple:
-    """Name, kind and default of each parameter."""
     return (
         tuple(
             (each.name, each.kind.name, () if each.default is each.empty else (each.default,))

@@ -33,7 +33,6 @@ from bridge.state import ModuleTensor
 __all__ = ["INDEX", "KIND", "PARAMETERS", "digest", "save_compiled"]
 
 KIND = "compiled module"
-"""Artifact kind of the index."""
 
 INDEX, PARAMETERS, NATIVE = "compiled.index", "parameters.safetensors", "forward.so"
 

@@ -237,7 +237,7 @@ class SampleCall:
 
     @property
     def leaves(self) -> list[Any]:
-        """Leaves of the arguments, Python objects opened."""
+        """Leaves of the arguments, and of Python objects among them."""
         return pytree.tree_leaves(packed_arguments((self.args, self.kwargs)))
 
     @property

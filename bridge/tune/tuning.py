@@ -248,8 +248,8 @@ class TuningResult:
         module_name: class of the module.
         choices: the choices for later processes; the defaults if none was clearly faster.
         words: the choices, a line each.
-        before, after: seconds of a step with the previous choices and with ``choices``, timed in turns; equal if the
-            previous ones remain.
+        before, after: seconds of a step with the previous choices and with new ones, timed in turns. Equal if the new
+            ones were not confirmed; the stored tuning's times, or 0, if the search found no others.
         trials: number of trials, including earlier processes'.
         seconds: their duration.
         kept: whether new choices were stored in the disk cache.

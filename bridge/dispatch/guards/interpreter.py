@@ -63,7 +63,6 @@ class Mode:
 _CUDA_MODES = (
     Mode("CUDA autocast", cuda_autocast_setting, is_capturable=True, is_on=partial(torch.is_autocast_enabled, "cuda")),
 )
-"""Modes of torch's CUDA builds."""
 
 MODES = (
     Mode("grad mode", torch.is_grad_enabled, is_capturable=True),

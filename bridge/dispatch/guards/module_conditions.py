@@ -377,7 +377,7 @@ def _attribute_failure(path: str, name: str, verb: str) -> GuardFailure:
 
 
 def _reader(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple]:
-    """The values of these keys of a dict as a tuple."""
+    """A function: a dict → the tuple of its values under these names."""
     if len(names) > 1:
         return itemgetter(*names)
     (name,) = names

@@ -179,7 +179,6 @@ def _laid_out(expected: Sequence[Any], layout: tuple[tuple[int, ...], tuple[int,
 
 
 def _explain(each: Property, stage: int, what: str, then: Any, now: Any) -> GuardFailure:
-    """The failure of one property of a tensor."""
     field = f"{each.field or each.name} of {what}"
     if each.words:
         return GuardFailure(stage, field, each.words)
