@@ -1,8 +1,8 @@
 """The CUDA backend: a GPU → kernels and machine code for it; matrix products are torch's.
 
-Kernels: a plan → one PrimFunc or two, which read the launch's integers on the host and hold one or more launches.
+Kernels: a plan → one PrimFunc or two, which read the launch's integers on the host and contain one or more launches.
 
-Schedules of functions that TVM legalized, for CUDA: their spatial loops bound to blocks and threads.
+Schedules of functions that TVM legalized, for CUDA: spatial loops bound to blocks and threads.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ __all__ = ["CudaBackend", "architecture", "generate", "generate_apart", "schedul
 
 
 def generate(plan: RowPlan | ColumnPlan | HorizontalFusionPlan, plain: bool = False) -> PrimFunc:
-    """The kernel of a plan: inputs, results, scratch memory, the launch's integers.
+    """The kernel of a plan; parameters: inputs, results, scratch memory, the launch's integers.
 
-    ``plain``: without what only CUDA has, for the same bits on other devices.
+    ``plain``: without CUDA's own features, for the same bits on other devices.
     """
     if isinstance(plan, ColumnPlan):
         return generate_columns(plan)
@@ -72,10 +72,10 @@ def generate(plan: RowPlan | ColumnPlan | HorizontalFusionPlan, plain: bool = Fa
 
 
 def generate_apart(plan: RowPlan, plain: bool = False) -> tuple[PrimFunc, PrimFunc] | None:
-    """The kernel of a plan that sums columns as two: inputs, results of rows, scratch memory, the launch's integers;
-    parts of the columns' sums, which lie there, the sums, the integers. ``None``: it sums none.
+    """The kernel of a plan that sums columns, as two; ``None`` if it sums none.
 
-    ``plain``: see :func:`generate`.
+    Parameters of the first: inputs, results of rows, scratch memory, the launch's integers; of the second: partial sums
+    in that scratch memory, the sums, the integers. ``plain``: see :func:`generate`.
     """
     buffers = kernel_buffers(plan)
     parts, sums = ([each[node] for node in plan.finished] for each in (buffers.partial, buffers.outputs))
@@ -104,9 +104,9 @@ def _generate_fused(plan: HorizontalFusionPlan) -> PrimFunc:
 
 
 def scheduled(func: PrimFunc, target: Target) -> PrimFunc:
-    """Every block's spatial loops over threads, reductions serial in each: the order of a serial loop.
+    """Binds every block's spatial loops to threads; reductions stay serial, in the order of a serial loop.
 
-    ``NotImplementedError`` for a function that is not made of schedulable blocks (sorts, scans, scatters).
+    ``NotImplementedError`` for a function without schedulable blocks (sorts, scans, scatters).
     """
     with target:
         module = dlight.ApplyDefaultSchedule(dlight.gpu.Fallback())(IRModule({"main": func}))
@@ -117,7 +117,7 @@ def scheduled(func: PrimFunc, target: Target) -> PrimFunc:
 
 
 def architecture(index: int) -> str:
-    """A GPU's architecture by the name that NVRTC knows it by, as in ``"sm_90"``."""
+    """A GPU's architecture as NVRTC's name, as in ``"sm_90"``."""
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}"
 
@@ -133,7 +133,7 @@ class CudaBackend(Backend):
 
     Attributes:
         index: of the device.
-        arch: its architecture, as in ``"sm_90"``; kernels for one are compiled on any machine.
+        arch: its architecture, as in ``"sm_90"``; any machine can compile kernels for it.
     """
 
     order: ReductionOrder = ORDER
@@ -147,7 +147,7 @@ class CudaBackend(Backend):
 
     @property
     def _code_key(self) -> str:
-        """What kernels depend on: devices of one architecture share them."""
+        """The dependencies of kernels beside their functions; devices of one architecture share kernels."""
         return f"{self.arch} nvrtc {version()} {self.order} {self.limits}"
 
     @property
@@ -163,7 +163,7 @@ class CudaBackend(Backend):
         return torch.device("cuda", self.index)
 
     def threads(self) -> int:
-        """One: the host's part of a launch."""
+        """One: for the host's part of a launch."""
         return 1
 
     def settings(self) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ class CudaBackend(Backend):
         return build_executable(module, self.arch)
 
     def prepare(self, tensors: Sequence[torch.Tensor], in_loops: bool = False) -> None:
-        """Begins to load NVRTC; what it compiles is known when plans are."""
+        """Starts loading NVRTC; kernels are compiled only once there are plans."""
         _begin_to_load(self.arch)
 
     def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | HorizontalFusionPlan) -> PrimFunc:

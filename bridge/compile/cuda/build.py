@@ -1,28 +1,22 @@
-"""Modules for CUDA: PrimFuncs → one module, host code by LLVM, kernels by NVRTC, kept as bytes.
+"""Modules for CUDA: PrimFuncs → one module; host code by LLVM, kernels by NVRTC on several processors, kept as bytes.
 
-Modules for CUDA: PrimFuncs → one module, host code by LLVM, kernels by calls of NVRTC on several processors.
-A PrimFunc is a host function that launches one kernel or several, one after another: its loops are bound to blocks and
-threads, and what it computes outside of them (the launch's integers) reaches the kernels by value. It is called with
-tensors, and launches on the stream that torch has current on their device.
+A PrimFunc is a host function that launches one or more kernels in order: its loops are bound to blocks and threads, and
+the values that it computes outside of them (the launch's integers) are passed to the kernels. It is called with
+tensors, and launches on torch's current stream of their device. TVM's own compilation of CUDA source, which asks for
+fast math, is not used. Only the module that TVM makes of the machine code needs a driver.
 
-TVM's own compilation of CUDA source, which asks for fast math, is not used. The module that it makes from machine code
-wants a driver; everything before that does not.
+Libraries of kernels for GPUs are built, kept as bytes, and dropped only in the building thread: unloading a module
+changes the thread's current device to the module's (TVM's destructor does not restore it). So no user holds the last
+reference to a library: it is held here until none of its kernels is in use, and dropped before the next build.
 
-Libraries of kernels for GPUs: made, kept as bytes, and let go where that disturbs nobody: in the thread that builds.
-Unloading a module makes the device that it was loaded on the current one of the thread (TVM's destructor does not put
-it back). So the last reference to a library is never a user's: it is held here until none of its kernels is in use, and
-dropped before the next one is built.
+Launch shapes: a kernel's function and a launch's integers → numbers of blocks and threads, as text for display,
+evaluated from the function as its host code does.
 
-Launch shapes: a kernel's function and a launch's integers → blocks, threads and bytes of shared memory.
-
-Launch shapes: a kernel's function and a launch's integers → how many blocks of how many threads, as text.
-For people; the shapes are the function's own, evaluated as its host code does.
-
-Shared memory of a row kernel: its arrays, of each element type → bytes; how many groups of threads these allow.
-Two things lie there: what the warps of a group have of a row's reductions, an array for each that a pass completes
-(:class:`bridge.compile.cuda.columns.Team`), and what the groups have of column reductions, an array for each element
-type (:class:`bridge.compile.cuda.row.TaskPartials`). Together they are no more than :data:`SHARED_BYTES`: with
-fewer groups, a block has less of both.
+Shared memory of a row kernel: its arrays, of each element type → bytes, and the number of groups of threads that fit.
+It contains the warps' partials of a row's reductions, an array for each reduction of a pass
+(:class:`bridge.compile.cuda.columns.Team`), and the groups' partials of column reductions, an array per element type
+(:class:`bridge.compile.cuda.row.TaskPartials`). Their sum is at most :data:`SHARED_BYTES`: with fewer groups, a block
+has less of both.
 """
 
 from __future__ import annotations
@@ -64,8 +58,8 @@ __all__ = ["HOST_TARGET", "CudaLibraries", "build_executable", "build_library", 
 __all__ += ["fitting_groups", "hold", "kernel_source", "launch_shapes", "let_go", "target_of", "turns_together"]
 
 HOST_TARGET = {"kind": "llvm", "opt-level": 0}
-"""Any processor of the kind, as soon as possible: what launches kernels is no matter of instructions, and there is more
-of it than LLVM optimizes while NVRTC compiles what is launched."""
+"""Unoptimized code for any processor of the host's kind: launching needs no speed, and optimizing this much host code
+would take longer than NVRTC takes for the kernels."""
 
 _CALLBACK = "tvm_callback_cuda_compile"
 _LINE = "\n// ---- kernels\n"
@@ -74,7 +68,7 @@ _KERNEL = re.compile(
 )
 
 _KERNELS_OF_PART = 2
-"""Of one call of NVRTC, at least: each reads the head of the source anew, which takes it as long as a small kernel."""
+"""Minimum per call of NVRTC: each call parses the source's head again, which takes as long as a small kernel."""
 _MOST_PARTS = 16
 
 FORMS = ("tvmscript", "cuda", "ptx", "sass")
@@ -86,7 +80,7 @@ def target_of(arch: str) -> Target:
 
 
 def build_library(functions: Mapping[str, PrimFunc], arch: str) -> Module:
-    """One module of functions; its kernels load where a driver is, on the device of the tensors they are called with.
+    """One module of functions; its kernels load at the first call, on the tensors' device, if there is a driver.
 
     Raises:
         RuntimeError: see :func:`bridge.compile.cuda.nvrtc.compiled`.
@@ -106,7 +100,7 @@ def build_library(functions: Mapping[str, PrimFunc], arch: str) -> Module:
 
 
 def _begun(threads: ThreadPoolExecutor, work: Callable[[], Module]) -> Callable[[], Module]:
-    """What waits for the result of work; does it then, where no thread can be had."""
+    """Starts work in a thread; returns a function that waits for the result, or, without a thread, does the work."""
     try:
         return threads.submit(work).result
     except RuntimeError:
@@ -114,7 +108,7 @@ def _begun(threads: ThreadPoolExecutor, work: Callable[[], Module]) -> Callable[
 
 
 def build_executable(module: IRModule, arch: str) -> relax.VMExecutable:
-    """A Relax module by TVM's default pipeline and schedules: portable rather than quick.
+    """A Relax module by TVM's default pipeline and schedules: portable rather than fast.
 
     Raises:
         RuntimeError: see :func:`bridge.compile.cuda.nvrtc.compiled`.
@@ -124,7 +118,7 @@ def build_executable(module: IRModule, arch: str) -> relax.VMExecutable:
 
 
 def cuda_source(functions: Mapping[str, PrimFunc], arch: str) -> str:
-    """All that NVRTC is given for functions: the preamble, then their kernels."""
+    """NVRTC's input for functions: TVM's head, the preamble, the kernels."""
     target = target_of(arch)
     _, device = _lowered(functions, target)
     return _with_preamble(_source(device, target)) if len(device.functions) else ""
@@ -147,13 +141,13 @@ def _machine_code(source: str, arch: str) -> bytes:
 
 
 def _with_preamble(source: str) -> str:
-    """TVM's head, which names types, then what kernels call, then the kernels."""
+    """Inserts the preamble, functions that kernels call, between the head of TVM's source and the kernels."""
     at = source.find('extern "C"')
     return source[:at] + PREAMBLE + _LINE + source[at:]
 
 
 def _lowered(functions: Mapping[str, PrimFunc], target: Target) -> tuple[IRModule, IRModule]:
-    """Host functions and kernels."""
+    """Splits functions into host functions and kernels, both lowered."""
     named = {name: func.with_attr("global_symbol", name) for name, func in functions.items()}
     host, device = IRModule({}), IRModule({})
     for loops in (True, False):
@@ -174,10 +168,10 @@ def _host_module(module: IRModule) -> Module:
 
 
 def _device_module(kernels: IRModule, target: Target, compile_source: Callable[[str], bytes]) -> Module:
-    """TVM's module of kernels, with machine code by ``compile_source`` where TVM's CUDA run time is loaded.
+    """TVM's module of kernels, with machine code by ``compile_source`` if TVM's CUDA run time is loaded.
 
     Raises:
-        RuntimeError: somebody else's compilation took the place of ours.
+        RuntimeError: another registered callback compiled the source.
     """
     with _compiling(compile_source) as ran:
         module = tvm.get_global_func("target.build.cuda")(kernels, target)
@@ -187,9 +181,9 @@ def _device_module(kernels: IRModule, target: Target, compile_source: Callable[[
 
 
 def _parts(kernels: IRModule, target: Target) -> list[IRModule]:
-    """Kernels in modules that are compiled at the same time: each call of NVRTC works on one processor.
+    """Kernels in modules that are compiled in parallel: each call of NVRTC works on one processor.
 
-    They have about equally long sources: the longest come first, each goes where there is the least so far.
+    The sources are about equally long: the longest kernels go first, each to the shortest module so far.
     """
     count = min(_MOST_PARTS, _processors(), len(kernels.functions) // _KERNELS_OF_PART)
     if count < 2:
@@ -205,7 +199,7 @@ def _parts(kernels: IRModule, target: Target) -> list[IRModule]:
 
 
 def _processors() -> int:
-    """That this process may use."""
+    """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -216,7 +210,7 @@ _REPLACED: list[tvm_ffi.Function] = []
 
 @contextmanager
 def _compiling(compile_source: Callable[[str], bytes]) -> Iterator[list[bool]]:
-    """This thread's CUDA source goes to a function; yields a list that has an element once that ran."""
+    """Redirects this thread's CUDA source to a function; yields a list that is non-empty once it ran."""
     with _LOCK:
         if not _REPLACED:
             _REPLACED.append(tvm.get_global_func(_CALLBACK))
@@ -235,13 +229,13 @@ def _compiling(compile_source: Callable[[str], bytes]) -> Iterator[list[bool]]:
 
 
 def _compile(source: str) -> bytes:
-    """TVM's callback: ours for modules that this package builds, else the one that was there before."""
+    """TVM's callback: this package's function for its own modules, else the previously registered one."""
     ours = getattr(_BUILDING, "compile", None)
     return _REPLACED[0](source) if ours is None else ours(str(source))
 
 
 def kernel_source(func: PrimFunc, name: str, arch: str, form: str) -> str:
-    """A kernel as text; compiled forms are compiled anew, as :func:`build_library` does.
+    """A kernel as text; compiled forms are compiled anew, as by :func:`build_library`.
 
     Raises:
         ValueError: ``form`` is not one of :data:`FORMS`.
@@ -257,7 +251,7 @@ def kernel_source(func: PrimFunc, name: str, arch: str, form: str) -> str:
 
 
 _CUDA_RUN_TIME = "ffi.Module.create.cuda"
-"""TVM's function that makes a module of machine code for GPUs; missing where there is no driver."""
+"""TVM's function that makes a module of machine code for GPUs; missing without a driver."""
 
 _LOG = channel("cache")
 
@@ -269,14 +263,14 @@ _LIBRARIES_LOCK = free_in_children(threading.Lock())
 class CudaLibraries:
     """Libraries of functions for an architecture, a :class:`~bridge.compile.runtime.kernel_store.Libraries`.
 
-    A file of one has the code that launches, for the host, and what NVRTC made, as it was.
+    A library's file has the launching code, for the host, and NVRTC's output unchanged.
     """
 
     arch: str
 
     @property
     def key(self) -> tuple[str, ...] | None:
-        """The architecture, NVRTC and what it is told, and what the host's code is made for."""
+        """The architecture, the host's target, NVRTC's version and options; ``None`` without TVM's CUDA run time."""
         if tvm.get_global_func(_CUDA_RUN_TIME, allow_missing=True) is None:
             return None
         return self.arch, str(HOST_TARGET), *made_for()
@@ -286,7 +280,7 @@ class CudaLibraries:
         return build_library(functions, self.arch)
 
     def build_bytes(self, functions: Mapping[str, PrimFunc], loops: bool) -> tuple[Module, bytes | None]:
-        """The library as another process will load it."""
+        """The library as another process would load it."""
         library = self.build(functions, loops)
         try:
             content = library_bytes(library)
@@ -300,7 +294,7 @@ class CudaLibraries:
 
 
 def hold(kernels: Iterable[Built]) -> None:
-    """Keeps the libraries that kernels are in for as long as those are in use, and until :func:`let_go`."""
+    """Keeps the libraries of kernels while the kernels are in use, and until :func:`let_go`."""
     with _LIBRARIES_LOCK:
         for kernel in kernels:
             if kernel.build is not None:
@@ -308,16 +302,16 @@ def hold(kernels: Iterable[Built]) -> None:
 
 
 def let_go() -> None:
-    """Drops the libraries of which no kernel is in use; only in a thread whose current device is nobody's concern."""
+    """Drops the libraries without kernels in use; only in a thread whose current device does not matter."""
     with _LIBRARIES_LOCK:
         unused = [build for build, kernels in _HELD.items() if not kernels]
         for build in unused:
             del _HELD[build]
-    del unused  # the last references: not while the lock is held
+    del unused  # drops the last references, after the lock is released
 
 
 def clear_unused() -> None:
-    """:func:`let_go`, from any thread, if there is something to drop."""
+    """:func:`let_go` in a build thread, if there is something to drop."""
     with _LIBRARIES_LOCK:
         is_any = not all(_HELD.values())
     if is_any:
@@ -325,13 +319,13 @@ def clear_unused() -> None:
 
 
 _INSIDE = ("body", "then_case", "else_case", "block")
-"""Where statements hold others."""
+"""Fields of statements that contain statements."""
 
 
 def launch_shapes(function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]:
-    """Of each launch in order, as in ``"96 x 256 threads"``; none for one that has no blocks.
+    """For each launch in order, text like ``"96 x 256 threads"``; none for a kernel without blocks.
 
-    A number that is not the launch's is written as the kernel has it.
+    A number that does not follow from the launch's integers is written as an expression.
     """
     analyzer = sym.Analyzer()
     for stmt in _statements(function.body):
@@ -359,7 +353,7 @@ def _read(value: Expr) -> TensorLoad | None:
 
 
 def _extent(stmt: Stmt) -> tuple[str, Expr] | None:
-    """What a statement is bound to, and how many there are of it."""
+    """The thread tag that a statement is bound to, and its extent; ``None`` for other statements."""
     if isinstance(stmt, AttrStmt) and stmt.attr_key == "thread_extent":
         return str(stmt.node.thread_tag), stmt.value
     if isinstance(stmt, For) and stmt.thread_binding is not None:
@@ -368,7 +362,7 @@ def _extent(stmt: Stmt) -> tuple[str, Expr] | None:
 
 
 def _launches(stmt: Stmt, analyzer: sym.Analyzer) -> Iterator[Stmt]:
-    """The outermost statements that are bound to blocks or threads, in order; of two forms the one that is taken."""
+    """The outermost statements that are bound to blocks or threads, in order; only taken branches where known."""
     if _extent(stmt) is not None:
         yield stmt
         return
@@ -382,7 +376,7 @@ def _launches(stmt: Stmt, analyzer: sym.Analyzer) -> Iterator[Stmt]:
 
 
 def _statements(stmt: Stmt) -> Iterator[Stmt]:
-    """A statement and all inside."""
+    """A statement and all statements inside it."""
     yield stmt
     for inner in _inner(stmt):
         yield from _statements(inner)
@@ -397,27 +391,27 @@ def _inner(stmt: Stmt) -> Iterator[Stmt]:
 
 
 _PARTS_BYTES = 32_768
-"""In which the groups put together what they have of column reductions, where one turn does not need more."""
+"""Bytes for the groups' partials of column reductions, unless one turn needs more."""
 
 _ALIGNED = 64
-"""An array begins at a multiple of so many bytes."""
+"""Alignment of an array, in bytes."""
 
 
 def fitting_groups(plan: RowPlan, threads: int, groups: int, lanes: int) -> int:
-    """``groups`` of ``threads``, or as many fewer as shared memory has room for: a power of two."""
+    """``groups`` of ``threads``, or as many fewer as fit in shared memory: a power of two."""
     while groups > 1 and _exchanged(plan, threads) + _turn(plan, threads, groups, lanes) > SHARED_BYTES:
         groups //= 2
     return groups
 
 
 def turns_together(plan: RowPlan, threads: int, groups: int, lanes: int) -> int:
-    """Of how many turns the groups' parts of all column reductions have room at once."""
+    """The number of turns whose partials of all column reductions fit in shared memory at once."""
     room = min(_PARTS_BYTES, SHARED_BYTES - _exchanged(plan, threads))
     return max(1, room // _turn(plan, threads, groups, lanes))
 
 
 def _exchanged(plan: RowPlan, threads: int) -> int:
-    """Bytes for the warps' values: those of one pass make room for those of the next."""
+    """Bytes for the warps' partials; each pass reuses them."""
     if threads <= WARP:
         return 0
     arrays = set()
@@ -428,7 +422,7 @@ def _exchanged(plan: RowPlan, threads: int) -> int:
 
 
 def _turn(plan: RowPlan, threads: int, groups: int, lanes: int) -> int:
-    """Bytes for the groups' parts of one turn, of each element type; one group stores them as they are."""
+    """Bytes for the groups' partials of one turn, of all element types; a single group stores its own directly."""
     if groups == 1:
         return 1
     dtypes = {compute_type(plan.nodes[node].dtype) for node in plan.column_reductions}

@@ -1,15 +1,13 @@
 """Column reductions on a GPU: a column plan → threads that combine by halves, and the second launch.
 
-Trees over threads: a value of each thread → one value that all of them hold, combined by halves.
-Element ``i`` is combined with element ``i + half``, for halves of ever smaller size, the lower one being the
-accumulator.
+Trees over threads: a value of each thread → one value that all threads have. Element ``i`` is combined with element
+``i + half``, for successively smaller halves; the lower one is the accumulator.
 
-Column reduction kernels: a column plan → a thread, or several, for each column.
-Few rows are added by one thread, in order; many are dealt to reducers. How many rows there are is known at the launch,
-which has both forms.
+Column reduction kernels: a column plan → one or more threads for each column. One thread adds few rows, in order; many
+rows are distributed over reducers. The launch has code for both, because only it knows the number of rows.
 
-Second launch of column reductions: the tasks' parts → results.
-A column's parts are dealt to reducers, each added in order; the reducers are combined by halves.
+Second launch of column reductions: the tasks' partials → results. A column's partials are distributed over reducers,
+each adds its own in order; the reducers are combined by halves.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ __all__ = ["Halved", "ReductionLanes", "Team", "generate_columns", "halve", "sec
 
 @dataclass(frozen=True)
 class Halved:
-    """Something that is combined: by which operation, in which shared buffer, where a member's element is."""
+    """One value to combine: the operation, the shared buffer, and a member's index → its element's index there."""
 
     op: str
     buffer: Buffer
@@ -49,7 +47,7 @@ class Halved:
 
 
 def halve(parts: Sequence[Halved], count: int, member: Expr, number: LaunchArguments) -> list[Stmt]:
-    """Combines the members' elements into the first one's, which all threads may read behind it."""
+    """Combines the members' elements into the first one's, which all threads may read afterwards."""
     stmts: list[Stmt] = [synchronize()]
     for half in _halves(count):
         stmts += _step(parts, half, member, member < number(half), number)
@@ -62,7 +60,7 @@ def _halves(count: int) -> list[int]:
 
 
 def _step(parts: Sequence[Halved], half: int, member: Expr, active: Expr, number: LaunchArguments) -> tuple[Stmt, Stmt]:
-    """The elements of active members with those ``half`` behind them; a barrier."""
+    """Combines each active member's element with the one ``half`` further; then a barrier."""
     e = CudaEmitter()
     for part in parts:
         mine, other = (BufferLoad(part.buffer, [part.place(at)]) for at in (member, member + number(half)))
@@ -72,17 +70,17 @@ def _step(parts: Sequence[Halved], half: int, member: Expr, active: Expr, number
 
 @dataclass(frozen=True)
 class Team:
-    """The threads of a group, which combine what each has of a row.
+    """The threads of a group, which combine their partials of a row.
 
-    Threads of a warp first, by halves, then the warps by halves. CUDA's form exchanges between threads of a warp
-    directly; the plain form does the same steps in shared memory.
+    First the threads of a warp by halves, then the warps by halves. CUDA's form exchanges values between threads of a
+    warp directly; the plain form does the same steps in shared memory.
 
     Attributes:
-        threads: how many, a power of two.
-        group, thread: which one of the block this is.
-        shared: a buffer for each combination at a time, an element for each warp of the block, which has no more of
-            them than a warp has threads; in the plain form for each thread.
-        plain: whether to take the plain form.
+        threads: their number, a power of two.
+        group, thread: indices of this group and thread in the block.
+        shared: a buffer for each simultaneous combination, with an element for each warp of the block (at most as many
+            as a warp has threads), or, in the plain form, for each thread.
+        plain: whether to use the plain form.
     """
 
     threads: int
@@ -93,7 +91,7 @@ class Team:
     plain: bool
 
     def totals(self, e: CudaEmitter, parts: Sequence[tuple[str, str, Expr]]) -> list[Expr]:
-        """Of each ``(op, type, value)``, all threads' values combined."""
+        """Each ``(op, type, value)`` → all threads' values combined."""
         if self.threads == 1 or not parts:
             return [value for _, _, value in parts]
         return self._in_memory(e, parts) if self.plain else self._exchanged(e, parts)
@@ -132,11 +130,11 @@ class Team:
         return found
 
     def _butterfly(self, e: CudaEmitter, op: str, value: Expr, count: int) -> Expr:
-        """The values of ``count`` neighbours in a warp, combined by halves in each of them."""
+        """The values of ``count`` neighbours in a warp, combined by halves; each neighbour gets the result."""
         for half in _halves(count):
             value, dtype = e.bind(value), element_type(value)
             other = e.bind(tirx.call_pure_extern(dtype, "bridge_shuffle_xor", value, tirx.const(half, "int32")))
-            if op in ("sum", "prod") or dtype != "float64":  # in either order the same
+            if op in ("sum", "prod") or dtype != "float64":  # commutative in every bit
                 value = e.bind(combine(e, op, value, other))
                 continue
             lower = tirx.EQ(tirx.bitwise_and(self.thread, self.number(half)), self.number(0))
@@ -150,7 +148,7 @@ class ReductionLanes:
     """``count`` reducers, a power of two, for each of a warp of columns.
 
     Attributes:
-        reducer, column: which one of the block this thread is.
+        reducer, column: indices of this thread's reducer and column in the block.
         shared: a buffer with an element for each thread.
     """
 
@@ -162,7 +160,7 @@ class ReductionLanes:
 
     @property
     def leads(self) -> Expr:
-        """Whether this thread has the total."""
+        """Whether this thread gets the total."""
         return tirx.EQ(self.reducer, self.number(0))
 
     def combined(
@@ -195,7 +193,7 @@ class ReductionLanes:
 
 
 def generate_columns(plan: ColumnPlan) -> PrimFunc:
-    """The kernel of a plan: the source, the result, the launch's integers."""
+    """The kernel of a plan; parameters: the source, the result, the launch's integers."""
     return _ColumnKernel(plan).build()
 
 
@@ -241,7 +239,7 @@ class _ColumnKernel:
         return launch(portions(count, columns), columns, reducers, body, shared)
 
     def _column(self, position: Expr) -> Expr:
-        """Index of the element at a position of a row, which may be several loops."""
+        """Index of the element at a position of a row, which may have several loops."""
         plan, number = self.plan, self.number
         index = number(0)
         for axis in reversed(range(len(plan.columns))):
@@ -253,7 +251,7 @@ class _ColumnKernel:
 
 
 def second_stage_columns(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> Stmt:
-    """The launch for all column reductions that are wanted in memory, each in blocks of its own."""
+    """The launch for all column reductions whose results are stored, each in blocks of its own."""
     walk, length = plan.walk, number(plan.length)
     count = number(walk.batches) * length
     chunks = number(walk.chunks)

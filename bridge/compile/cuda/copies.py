@@ -1,7 +1,7 @@
-"""Copies between graphs: a few dense tensors, or numbers of the host, to where a graph reads them, in one launch.
+"""Copies between graphs: a few dense tensors, or numbers on the host, to the memory that a graph reads, in one launch.
 
-Between kernels, a kernel takes its turn sooner than the GPU's copy engine, which a stream waits for on both sides; and
-numbers of the host are a launch's arguments, which it takes along.
+Between kernels, a kernel starts sooner than the GPU's copy engine, for which a stream waits before and after; numbers
+on the host become arguments of the launch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bridge.compile.cuda.driver_graphs import (
 __all__ = ["Pairs", "bring", "bring_anew", "copy"]
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Targets with their sources, of the same shapes and element types."""
+"""``(target, source)`` pairs of the same shapes and element types."""
 
 _MOST_BLOCKS = 1024
 
@@ -45,7 +45,7 @@ def copy(pairs: Pairs) -> None:
 
 
 def _is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether it is a copy of bytes, vector by vector."""
+    """Whether a copy of bytes in vectors suffices."""
     return (
         source.is_cuda
         and target.device == source.device
@@ -67,8 +67,7 @@ def _copy(pairs: Pairs) -> None:
 
 
 def bring(pairs: Pairs) -> None:
-    """Copies a few bytes of the host's, to each target, on the current device's current stream: what the sources hold
-    now."""
+    """Copies a few bytes from the host to each target, on the current device's current stream; reads sources now."""
     for first in range(0, len(pairs), MOST_NUMBERS):
         _bring(pairs[first : first + MOST_NUMBERS])
 
@@ -86,7 +85,7 @@ def _bring(pairs: Pairs) -> None:
 
 
 def _numbers(targets: Sequence[torch.Tensor]) -> tuple[NumberCopies, Callable[[Sequence[torch.Tensor]], None]]:
-    """The argument for these targets, and what puts the numbers into it."""
+    """The kernel argument for these targets, and a function that fills in the numbers."""
     numbers, rooms = NumberCopies(), []
     for place, target in enumerate(targets):
         numbers.target[place], numbers.nbytes[place] = target.data_ptr(), target.nbytes
@@ -102,10 +101,10 @@ def _numbers(targets: Sequence[torch.Tensor]) -> tuple[NumberCopies, Callable[[S
 def bring_anew(
     graph: ExecutableGraph, targets: Sequence[torch.Tensor]
 ) -> Callable[[Sequence[torch.Tensor]], None] | None:
-    """Later launches of a graph bring numbers of other sources than it has captured; ``None``: it brings none.
+    """A function that makes later launches of a graph bring other numbers; ``None`` if the graph brings none.
 
     Args:
-        targets: up to :data:`~bridge.compile.cuda.driver_graphs.MOST_NUMBERS`, as they were captured.
+        targets: as captured, at most :data:`~bridge.compile.cuda.driver_graphs.MOST_NUMBERS`.
     """
     node = graph.node_of(own_kernels(targets[0].device.index).bring)
     if node is None:

@@ -1,17 +1,15 @@
 """CUDA graphs by the driver: launches on a stream → a graph that launches them again, as one; its nodes.
 
-Nodes of a captured graph: memory that is filled by the GPU's copy engine → by a kernel; a kernel's argument, anew.
-A kernel that waits for the copy engine's fill, as attention's backward and some convolutions' do, waits in a graph for
-some three microseconds; for a kernel's, it takes its turn at once.
+The driver is called directly (``libcuda``, by ctypes): torch's own capture changes the state of the device's default
+generator, so that draws in other threads raise during the capture, and after a failed one. Here a capture affects only
+its stream, and a draw inside it raises.
 
-CUDA graphs by the driver: launches on a stream → a graph that launches them again, as one.
-The driver is asked itself (``libcuda``, by ctypes): torch's own capture puts the device's default generator into
-another state for as long as it lasts, in which draws of other threads raise, and in which a capture that fails leaves
-it. Here a capture touches nothing but its stream, and a draw inside of it raises.
+Nodes of a captured graph: memory fills by the copy engine → fills by a kernel; a kernel's argument → a new one. In a
+graph, a kernel waits some three microseconds for the copy engine's fill, as in attention's backward and some
+convolutions; after a kernel's fill, it starts at once.
 
-CUDA's driver by ctypes: calls that raise what it answers, a thread's context, kernels of machine code.
-
-Kernels of our own that no program has: copies, numbers of the host, fills, each as a launch with one argument.
+Driver calls that raise on errors, a thread's context, kernels from machine code. Kernels of this package that belong to
+no program: copies, numbers from the host, fills, each as a launch with one argument.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ __all__ += ["error_name", "fills_by_kernel", "kernels", "library", "new_stream",
 __all__ += ["require_context"]
 
 _RELAXED = 2
-"""``CU_STREAM_CAPTURE_MODE_RELAXED``: a thread in it may do what concerns no captured stream."""
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``: allows a thread all calls that do not touch a capturing stream."""
 _INVALID_CONTEXT = 201
 
 
@@ -48,14 +46,14 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Calls a function; ``DriverError`` with what it answers, if that is no success."""
+    """Calls a driver function; ``DriverError`` with the error's name if it fails."""
     status = getattr(library(), name)(*arguments)
     if status:
         raise DriverError(f"{name}: {error_name(status)}")
 
 
 def error_name(status: int) -> str:
-    """As in ``"CUDA_ERROR_INVALID_VALUE"``."""
+    """The name of a status, as in ``"CUDA_ERROR_INVALID_VALUE"``."""
     name = ctypes.c_char_p()
     library().cuGetErrorName(status, ctypes.byref(name))
     return name.value.decode() if name.value else f"error {status}"
@@ -73,8 +71,8 @@ def require_context() -> None:
 
 @contextmanager
 def at_any_moment() -> Iterator[None]:
-    """For what takes or frees memory: where this or another thread captures a stream, the driver would refuse it, and
-    end that capture."""
+    """Allows this thread to allocate and free memory while a stream is being captured, by any thread; otherwise the
+    driver would refuse, and end that capture."""
     mode = ctypes.c_int(_RELAXED)
     library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -84,7 +82,7 @@ def at_any_moment() -> Iterator[None]:
 
 
 class LoadedKernel:
-    """A kernel that is loaded on a device, for as long as the process lives.
+    """A kernel that stays loaded on a device for the process's lifetime.
 
     Attributes:
         function: the driver's handle.
@@ -94,7 +92,7 @@ class LoadedKernel:
         self.function, self._launch = function, library().cuLaunchKernel
 
     def __call__(self, blocks: tuple[int, int], threads: int, argument: ctypes.Structure, stream: int) -> None:
-        """Launches it with one argument, whose bytes are read before this returns.
+        """Launches the kernel with one argument, whose bytes are read before this returns.
 
         Raises:
             DriverError: the driver refuses.
@@ -102,7 +100,7 @@ class LoadedKernel:
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         given = (self.function, *blocks, 1, threads, 1, 1, 0, ctypes.c_void_p(stream), arguments, None)
         status = self._launch(*given)
-        if status == _INVALID_CONTEXT:  # the thread has done nothing on the device yet
+        if status == _INVALID_CONTEXT:  # the thread's first use of the device
             require_context()
             status = self._launch(*given)
         if status:
@@ -123,14 +121,14 @@ def kernels(code: bytes, names: Sequence[str]) -> list[LoadedKernel]:
 
 
 MOST = 8
-"""Targets of one launch that copies."""
+"""Targets of one copying launch."""
 MOST_NUMBERS = 128
-"""Targets of one that has its sources in its argument, of which the driver takes 4096 bytes."""
+"""Targets of one launch with sources in its argument, which the driver limits to 4096 bytes."""
 THREADS = 256
 VECTOR = 16
 """Bytes that a thread copies or fills at once."""
 NUMBERS = 16
-"""Bytes of the host's for one target at most."""
+"""Maximum bytes from the host for one target."""
 
 _SOURCE = f"""
 struct Copies {{ const char* from[{MOST}]; char* to[{MOST}]; long long bytes[{MOST}]; }};
@@ -163,7 +161,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) bridge_fill(Fill fill) {
 
 
 class Copies(ctypes.Structure):
-    """Bytes from sources to targets, which begin where vectors do."""
+    """Argument of a copy: sources and targets, aligned for vectors."""
 
     _fields_ = (
         ("source", ctypes.c_void_p * MOST),
@@ -173,7 +171,7 @@ class Copies(ctypes.Structure):
 
 
 class NumberCopies(ctypes.Structure):
-    """Bytes that are in the argument, to targets."""
+    """Argument of a copy of numbers: targets, with the bytes in the argument itself."""
 
     _fields_ = (
         ("target", ctypes.c_void_p * MOST_NUMBERS),
@@ -183,13 +181,13 @@ class NumberCopies(ctypes.Structure):
 
 
 class Fill(ctypes.Structure):
-    """Four bytes, again and again."""
+    """Argument of a fill with a repeated four-byte word."""
 
     _fields_ = (("target", ctypes.c_void_p), ("nbytes", ctypes.c_longlong), ("word", ctypes.c_uint))
 
 
 class OwnKernels(NamedTuple):
-    """By what they do."""
+    """This package's kernels on one device."""
 
     copy: LoadedKernel
     bring: LoadedKernel
@@ -198,7 +196,7 @@ class OwnKernels(NamedTuple):
 
 @functools.cache
 def own_kernels(index: int) -> OwnKernels:
-    """Of a device, which is current."""
+    """The kernels of a device, which must be current."""
     major, minor = torch.cuda.get_device_capability(index)
     return OwnKernels(*kernels(compiled(_SOURCE, f"sm_{major}{minor}"), ("bridge_copy", "bridge_bring", "bridge_fill")))
 
@@ -207,7 +205,7 @@ _KERNEL, _MEMSET = 0, 2
 """``CU_GRAPH_NODE_TYPE_KERNEL``, ``CU_GRAPH_NODE_TYPE_MEMSET``."""
 _MOST_BLOCKS = 1024
 _WHOLE = {1: 0x01010101, 2: 0x00010001, 4: 1}
-"""By the bytes of an element, what makes four bytes of it."""
+"""Bytes of an element → the factor that repeats it to four bytes."""
 
 
 class _Memset(ctypes.Structure):
@@ -237,7 +235,7 @@ class _KernelParams(ctypes.Structure):
 
 
 class _Launch:
-    """A kernel's launch with one argument, as a node has it."""
+    """A kernel's launch with one argument, in the form of a graph's node."""
 
     def __init__(self, kernel: LoadedKernel, blocks: tuple[int, int], threads: int, argument: ctypes.Structure):
         self._argument = argument
@@ -251,7 +249,7 @@ class KernelNode:
     """The node of one launch of a kernel, with one argument.
 
     Args:
-        node: of a graph that lives as long.
+        node: of a graph that outlives this object.
     """
 
     def __init__(self, node: ctypes.c_void_p, kernel: LoadedKernel):
@@ -260,9 +258,9 @@ class KernelNode:
     def updater(
         self, executable: ctypes.c_void_p, blocks: tuple[int, int], threads: int, argument: ctypes.Structure
     ) -> Callable[[], None]:
-        """What makes later launches of an instance of the graph have this argument, as its bytes are when it is called.
+        """A function that sets this argument, with its bytes at the call, for later launches of a graph's instance.
 
-        It raises ``DriverError`` where the driver refuses.
+        It raises ``DriverError`` if the driver refuses.
         """
         launch = _Launch(self._kernel, blocks, threads, argument)
         given, update = (executable, self._node, launch.params), library().cuGraphExecKernelNodeSetParams
@@ -275,7 +273,7 @@ class KernelNode:
 
 
 def node_of(graph: ctypes.c_void_p, kernel: LoadedKernel) -> KernelNode | None:
-    """The first node that launches a kernel of our own; ``None``: there is none."""
+    """The first node that launches a kernel of this package, or ``None``."""
     for node in _listed("cuGraphGetNodes", graph):
         if _kind(node) == _KERNEL and _function(node) == kernel.function.value:
             return KernelNode(node, kernel)
@@ -283,7 +281,7 @@ def node_of(graph: ctypes.c_void_p, kernel: LoadedKernel) -> KernelNode | None:
 
 
 def _function(node: ctypes.c_void_p) -> int | None:
-    """The handle of what a node launches; ``None`` if that is of a newer kind."""
+    """The handle of the function that a node launches; ``None`` for a newer kind of handle."""
     params = _KernelParams()
     try:
         call("cuGraphKernelNodeGetParams", node, ctypes.byref(params))
@@ -293,10 +291,10 @@ def _function(node: ctypes.c_void_p) -> int | None:
 
 
 def fills_by_kernel(graph: ctypes.c_void_p, fill: LoadedKernel) -> int:
-    """Replaces what fills a row of memory; how many nodes it replaced.
+    """Replaces one-row memset nodes by fill kernels; returns their number.
 
     Raises:
-        DriverError: the graph is not fit to be used.
+        DriverError: the graph is unusable.
     """
     require_context()
     return sum(_replaced(graph, node, fill) for node in _listed("cuGraphGetNodes", graph) if _kind(node) == _MEMSET)
@@ -315,7 +313,7 @@ def _replaced(graph: ctypes.c_void_p, node: ctypes.c_void_p, fill: LoadedKernel)
         return False
     try:
         before, behind = (_listed(f"cuGraphNodeGet{name}", node) for name in ("Dependencies", "DependentNodes"))
-    except DriverError:  # an edge is of another kind than one that waits for the end
+    except DriverError:  # an edge that does not wait for the node's end
         return False
     nbytes = memset.size * memset.width
     argument = Fill(memset.target, nbytes, memset.value * _WHOLE[memset.size] & 0xFFFFFFFF)
@@ -328,7 +326,7 @@ def _replaced(graph: ctypes.c_void_p, node: ctypes.c_void_p, fill: LoadedKernel)
 
 
 def _listed(name: str, of: ctypes.c_void_p) -> list[ctypes.c_void_p]:
-    """The nodes that a function of the driver's lists."""
+    """The nodes that a driver function lists."""
     count = ctypes.c_size_t()
     call(name, of, None, ctypes.byref(count))
     found = (ctypes.c_void_p * count.value)()
@@ -346,16 +344,15 @@ def _count(nodes: list[ctypes.c_void_p]) -> ctypes.c_size_t:
 
 
 _NON_BLOCKING = 1
-"""``CU_STREAM_NON_BLOCKING``: the stream does not wait for the legacy default one, nor that for it."""
+"""``CU_STREAM_NON_BLOCKING``: no implicit synchronization with the legacy default stream."""
 _THREAD_LOCAL = 1
-"""``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``: what cannot be captured fails in this thread; others go on."""
+"""``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``: a call that cannot be captured fails in this thread only."""
 
 
 def new_stream() -> int:
-    """A new stream on the current device, which lives as long as the process.
+    """A new stream on the current device, for the process's lifetime.
 
-    torch's own are handed out in turns: another thread may work on any of them, and what it launched during a capture
-    would be in the graph.
+    torch hands out its own streams repeatedly: another thread's launches on the same stream would get into a capture.
     """
     handle = ctypes.c_void_p()
     with at_any_moment():
@@ -368,11 +365,11 @@ class ExecutableGraph:
     """A graph that can be launched.
 
     Args:
-        graph: the driver's, from now on this one's.
+        graph: the driver's handle, owned by this object from now on.
 
     Attributes:
-        is_empty: whether nothing was launched.
-        executable: the driver's handle of what is launched.
+        is_empty: whether the graph has no nodes.
+        executable: the driver's handle of the instance.
     """
 
     def __init__(self, graph: ctypes.c_void_p):
@@ -381,7 +378,7 @@ class ExecutableGraph:
         call("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
         self.is_empty = not nodes.value
         fills_by_kernel(graph, own_kernels(torch.cuda.current_device()).fill)
-        with at_any_moment():  # another thread may capture
+        with at_any_moment():  # another thread may be capturing
             call("cuGraphInstantiateWithFlags", ctypes.byref(self.executable), graph, ctypes.c_ulonglong(0))
         self._launch = library().cuGraphLaunch
 
@@ -390,7 +387,7 @@ class ExecutableGraph:
         return node_of(self._graph, kernel)
 
     def launcher(self, stream: int) -> Callable[..., None]:
-        """What launches it on a stream, whatever it is given. ``DriverError`` if the driver refuses."""
+        """A function that launches the graph on a stream, and ignores its arguments; raises ``DriverError``."""
         launch, executable, handle = self._launch, self.executable, ctypes.c_void_p(stream)
 
         def replay(*_: object, _graph: ExecutableGraph = self) -> None:
@@ -402,19 +399,19 @@ class ExecutableGraph:
 
 @contextmanager
 def captured(stream: int) -> Iterator[list[ExecutableGraph]]:
-    """What this thread launches on a stream goes into a graph, which the list has afterwards.
+    """Captures this thread's launches on a stream into a graph, which the list contains afterwards.
 
-    The stream captures no more afterwards, whatever happens.
+    The capture ends in any case.
 
     Raises:
-        DriverError: something was done that cannot be in a graph.
+        DriverError: an operation cannot be captured.
     """
     handle, graph, made = ctypes.c_void_p(stream), ctypes.c_void_p(), []
     call("cuStreamBeginCapture_v2", handle, _THREAD_LOCAL)
     try:
         yield made
     except BaseException:
-        library().cuStreamEndCapture(handle, ctypes.byref(graph))  # what went wrong is told already
+        library().cuStreamEndCapture(handle, ctypes.byref(graph))  # the exception has the error already
         _destroy(graph, ctypes.c_void_p())
         _take_pending_errors()
         raise
@@ -423,7 +420,7 @@ def captured(stream: int) -> Iterator[list[ExecutableGraph]]:
 
 
 def _take_pending_errors() -> None:
-    """What failed during a capture may have left an error that CUDA's runtime tells whoever asks next."""
+    """Clears an error that a failed capture left in CUDA's runtime, which would surface at the next call."""
     for _ in range(2):
         try:
             torch.empty(1, device="cuda").zero_()
@@ -433,7 +430,7 @@ def _take_pending_errors() -> None:
 
 
 def _destroy(graph: ctypes.c_void_p, executable: ctypes.c_void_p) -> None:
-    """The last who has a graph may let go of it during a capture."""
+    """Destroys a graph; a capture may be under way when its last reference goes."""
     with at_any_moment():
         if executable:
             library().cuGraphExecDestroy(executable)

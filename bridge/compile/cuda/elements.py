@@ -1,14 +1,13 @@
 """Element kernels: plans without reductions → a thread for each element, or for a few of them.
 
-Element kernels: row plans without reductions → a thread for each vector, and for each element behind them.
-Several plans share a launch: the first blocks are the first plan's, and so on.
+Element kernels: row plans without reductions → a thread for each vector, and for each element after the vectors.
+Several plans share a launch: the first blocks belong to the first plan, and so on.
 
-Rows of a table at indices: a plan → a thread for each of a few vectors of the result.
-An index outside of the table ends the process' work on the GPU, as a failed assertion in eager's kernel does.
+Rows of a table at indices: a plan → a thread for each of a few vectors of the result. An index outside of the table
+ends the process's work on the GPU, as a failed assertion in eager's kernel does.
 
-Gradient of a pool: a plan → a thread for each element, or for two channels of one.
-The places of a window's maxima are as many bytes as everything else together; those that neighbours share come from
-the cache.
+Gradient of a pool: a plan → a thread for each element, or for two channels of one. The places of a window's maxima are
+as many bytes as all other operands together; neighbours share places through the cache.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 __all__ = ["elements", "lookup", "pool_gradient"]
 
 _LONG = 8
-"""Rows of as many warps' vectors: in such, the threads of a warp take neighbours at once where a vector is less than an
-access, and the last warp of a row is the only one that may have nothing to do."""
+"""From so many warps' vectors per row on, the threads of a warp read adjacent vectors at once if a vector is smaller
+than an access, and only the last warp of a row may have idle threads."""
 
 Part = tuple[RowPlan, KernelBuffers, LaunchArguments]
 """A plan, its memory and its integers."""
 
 
 def elements(parts: Sequence[Part]) -> list[Stmt]:
-    """The launch of all elements of all plans."""
+    """One launch for all elements of all plans."""
     works = [_work(*part) for part in parts]
     number = parts[0][2]
     ends: list[Var] = []
@@ -65,7 +64,7 @@ def elements(parts: Sequence[Part]) -> list[Stmt]:
 
 
 def _work(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> tuple[Expr, Callable[[Expr, Expr], Stmt]]:
-    """How many threads a plan's elements take, and what a thread of a block of its own does."""
+    """The number of threads for a plan's elements, and the code of a thread in a block of its own."""
     walk, last = plan.walk, plan.columns[-1]
     if walk.vectors is not None:  # the elements of a flat space are one row
         vectors = number(walk.vectors)
@@ -116,9 +115,9 @@ def _vector(
     count: int = 1,
     apart: int | None = None,
 ) -> Stmt:
-    """A vector of a row; ``count`` of them, as far as there are any: what they share of the row is read once.
+    """The code for ``count`` vectors of a row, as far as they exist; per-row values are read once.
 
-    ``apart``: elements from one to the next; ``None``: they are neighbours.
+    ``apart``: elements from one vector to the next; ``None``: adjacent vectors.
     """
     apart = lanes if apart is None else apart
     scope = ThreadScope(plan, buffers, number, tirx.EQ(position, number(0)))
@@ -134,26 +133,26 @@ def _vector(
     left = number(plan.length) - position
     some = [IfThenElse(number(apart * place) < left, sequence(step), None) for place, step in enumerate(steps)]
     every = sequence([stmt for place in range(count) for stmt in _step(scope, position, lanes, apart * place)])
-    # all of them in straight lines, where no load waits for the one before
+    # straight-line code if all exist, so that no load waits for an earlier one
     return sequence([*stmts, IfThenElse(number(apart * (count - 1)) < left, every, sequence(some))])
 
 
 def _step(scope: ThreadScope, position: Expr, lanes: int, behind: int) -> list[Stmt]:
-    """The vector that begins so many elements behind the first."""
+    """The code for the vector ``behind`` elements after the first."""
     e, number = CudaEmitter(), scope.number
     at = position if behind == 0 else e.name_index(position + number(behind), "position")
     return [*e.stmts, *column_steps(scope, 0, lanes, at, number(0), {})]
 
 
 _TOGETHER = 4
-"""Vectors that a thread asks for at once, where there are enough for all of a GPU's threads."""
+"""Vectors that a thread loads at once if all of a GPU's threads still have work."""
 
 _ENOUGH = 2**20
-"""Vectors that are."""
+"""Least number of vectors for that."""
 
 
 def lookup(plan: LookupPlan) -> PrimFunc:
-    """The kernel: the table, indices, the result."""
+    """The kernel of a lookup; parameters: the table, indices, the result."""
     number = LaunchArguments(int(not isinstance(plan.length, int)), plan.place_dtype)
     index_type, stored = number.index_type, storage_type(plan.dtype)
     table, out = (flat_buffer(stored, name, index_type) for name in ("in0", "out0"))
@@ -167,7 +166,7 @@ def lookup(plan: LookupPlan) -> PrimFunc:
         return vector_at(vector * number(lanes), lanes)
 
     def row(e: CudaEmitter, vector: Expr) -> Expr:
-        """Of the table, for a vector of the result."""
+        """The table's row for a vector of the result."""
         found = BufferLoad(indices, [tirx.truncdiv(vector, number(across))])
         index = e.bind(tirx.Cast("int64", found), "index")
         if plan.wraps:
@@ -201,7 +200,7 @@ def lookup(plan: LookupPlan) -> PrimFunc:
 
 
 def pool_gradient(plan: PoolPlan) -> PrimFunc:
-    """The kernel: gradients of the windows, the places of their maxima, the result; all with channels behind."""
+    """The kernel of a pool's gradient, channels last; parameters: windows' gradients, places of maxima, the result."""
     return _PoolKernel(plan).build()
 
 
@@ -228,7 +227,7 @@ class _PoolKernel:
         return loop_function([self.grad, self.places, self.out], made)
 
     def _vector(self, index: Expr) -> list[Stmt]:
-        """The elements of one place, of as many channels as there are lanes."""
+        """The elements of one place, for as many channels as there are lanes."""
         plan, number, e = self.plan, self.number, CudaEmitter()
         dtype = compute_type(plan.dtype)
         index = e.name_index(index, "index")
@@ -262,7 +261,7 @@ class _PoolKernel:
         return e.stmts
 
     def _windows(self, e: CudaEmitter, at: Expr, axis: int) -> tuple[Expr, Expr]:
-        """The first and the last window that an element lies between the ends of."""
+        """The first and the last window that span an element."""
         plan, number = self.plan, self.number
         behind = at + number(plan.padding[axis])
         stride = number(plan.stride[axis])
@@ -271,7 +270,7 @@ class _PoolKernel:
         return e.name_index(tirx.truncdiv(first, stride), "first"), e.name_index(last, "last")
 
     def _added(self, total: Buffer, vector: Expr, place: Expr, dtype: str) -> list[Stmt]:
-        """Adds a window's gradients to those of the elements that are its maxima."""
+        """Adds a window's gradients to the elements at its maxima."""
         number, e = self.number, CudaEmitter()
         vector = e.name_index(vector, "vector")
         found = []
@@ -288,5 +287,5 @@ class _PoolKernel:
         return e.stmts
 
     def _lanes(self, vector: Expr) -> Expr:
-        """Where a vector's elements lie."""
+        """The indices of a vector's elements."""
         return vector_at(vector * self.number(self.lanes), self.lanes)

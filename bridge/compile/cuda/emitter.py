@@ -1,11 +1,10 @@
 """Emitter of CUDA C: scalar expressions of one thread, and the nest of blocks and threads that runs them.
 
-Emitter of CUDA C: scalar expressions of one thread; what C spells otherwise sits behind functions of the preamble.
-Half types and truth values lie in memory as integers: no vector type or header of CUDA's is needed.
+Functions of the preamble hide C's differences. Half types and bool are integers in memory: no vector type or header of
+CUDA is needed.
 
-Preamble of CUDA C: the device functions that generated kernels call, without any header of CUDA's.
-
-``tests/opencl.py`` has the plain form of each, in OpenCL C.
+Preamble of CUDA C: the device functions that generated kernels call, without any CUDA header. ``tests/opencl.py`` has
+the plain form of each, in OpenCL C.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ __all__ += ["synchronize", "vector_at"]
 
 
 class SharedMemory:
-    """Memory of a block: buffers of its size, or of another, which users have to themselves between two barriers."""
+    """Shared memory of a block: buffers of its size, or of another, for exclusive use between two barriers."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._buffers: dict[tuple[str, int, int], Buffer] = {}
 
     def __call__(self, dtype: str, index: int = 0, size: int | None = None) -> Buffer:
-        """The buffer of a type, index and size."""
+        """The buffer of a type, index and size, created on first use."""
         key = dtype, index, self._size if size is None else size
         if key not in self._buffers:
             name = f"shared{len(self._buffers)}"
@@ -56,16 +55,16 @@ class SharedMemory:
 
     @property
     def allocations(self) -> list[Stmt]:
-        """What declares them, for the beginning of the kernel."""
+        """The buffers' allocations, for the beginning of the kernel."""
         return [AllocBuffer(buffer) for buffer in self._buffers.values()]
 
 
 def launch(
     blocks: Expr, threads: int, groups: int, body: Callable[[Var, Var, Var], Stmt], shared: SharedMemory | None = None
 ) -> Stmt:
-    """``body(block, group, thread)`` for all, with memory that it may ask for; nothing if there are no blocks.
+    """``body(block, group, thread)`` for all of them, with shared memory; no launch if there are no blocks.
 
-    Threads of a group are neighbours: a warp holds whole groups, or a group whole warps.
+    Threads of a group are adjacent: a warp contains whole groups, or a group whole warps.
     """
     index_type = str(blocks.ty)
     extents = {
@@ -84,7 +83,7 @@ def launch(
 
 
 def portions(count: Expr, size: int) -> Expr:
-    """How many times ``size`` cover ``count``; for counts up to the end of their type."""
+    """``count / size`` rounded up, without overflow."""
     of, one = _const(size, str(count.ty)), _const(1, str(count.ty))
     return tirx.truncdiv(count, of) + tirx.min(tirx.truncmod(count, of), one)
 
@@ -107,41 +106,41 @@ _ARITHMETIC = {
     tirx.Mul: "bridge_multiply_bfloat16",
 }
 _OF_BFLOAT16 = frozenset(("bridge_round_bfloat16", "bridge_from_bfloat16", *_ARITHMETIC.values()))
-"""Functions whose floats are numbers of that type."""
+"""Functions whose float results are bfloat16 numbers."""
 _CHOOSING = frozenset(("bridge_max", "bridge_min"))
 """Functions that return one of their arguments."""
 
 
 def storage_type(dtype: str) -> str:
-    """The type as which a kernel's memory holds elements of ``dtype``."""
+    """The storage type of ``dtype`` in a kernel's memory."""
     return _STORAGE.get(dtype, dtype)
 
 
 def local_buffer(size: int, dtype: str, name: str) -> tuple[Buffer, Stmt]:
-    """An array of the thread's own and the statement that declares it: registers where all indices are numbers."""
+    """A thread's own array and its declaration; in registers if all indices are constants."""
     buffer = tirx.decl_buffer((size,), dtype, name, scope="local")
     return buffer, AllocBuffer(buffer)
 
 
 def vector_at(index: Expr, width: int) -> Expr:
-    """Where the elements of one access lie; TVM has to see that the first one's index is a multiple of ``width``."""
+    """Indices of one access; TVM must see that the first index is a multiple of ``width``."""
     return Ramp(index, 1, width) if width > 1 else index
 
 
 class CudaEmitter(Emitter):
     """Scalars of one thread.
 
-    No product needs a fence: the compiler is told to contract nothing.
+    Products need no fence: NVRTC is told not to contract.
     """
 
     def __init__(self) -> None:
         super().__init__(1)
         self._bfloat16: set[Buffer] = set()
-        """Locals that hold a number of that type."""
+        """Locals that hold bfloat16 numbers."""
 
     def const(self, number: float, dtype: str) -> Expr:
-        """A number. TVM's writers of C keep 7 digits of a float, and of a double 15 digits
-        and 15 places after the point, where 1e-16 is 0: others are made of their bits."""
+        """A number. TVM's C writers keep 7 digits of a float, and 15 digits and 15 decimal places of a double, where
+        1e-16 is 0: other numbers are made from their bits."""
         if dtype not in _WRITTEN or not math.isfinite(number):
             return super().const(number, dtype)
         written, code, bits = _WRITTEN[dtype]
@@ -152,7 +151,7 @@ class CudaEmitter(Emitter):
         return self.reinterpret(tirx.const(integer, f"int{8 * len(exact)}"), dtype)
 
     def bind(self, value: Expr, hint: str = "v") -> Expr:
-        """A local that holds ``value``; an array of one element, for the reason that the CPU's is."""
+        """A local that holds ``value``; an array of one element, for the same reason as in :class:`Emitter`."""
         if isinstance(value, Var) or (isinstance(value, TensorLoad) and value.source.scope() == "local"):
             return value
         if element_type(value) == "bool":
@@ -165,7 +164,7 @@ class CudaEmitter(Emitter):
         return BufferLoad(cell, [_ZERO])
 
     def _is_bfloat16(self, value: Expr) -> bool:
-        """Whether a float is known to be rounded to that type."""
+        """Whether a float is known to be a bfloat16 number."""
         match value:
             case TensorLoad():
                 return value.source in self._bfloat16
@@ -197,9 +196,9 @@ class CudaEmitter(Emitter):
         return self.cast(value, dtype)
 
     def rounded(self, value: Expr, dtype: str) -> Expr:
-        """A sum, difference or product of two numbers of bfloat16 is rounded by the instruction that makes it.
+        """Rounds; a sum, difference or product of two bfloat16 numbers by the instruction that computes it.
 
-        The bits are those of the float32 result, rounded: float32 has more than twice the digits, and two more.
+        The bits equal the rounded float32 result: float32 has more than twice the digits, and two more.
         """
         if dtype != "bfloat16":
             return self.loaded(self.stored(value, dtype), dtype)
@@ -217,11 +216,11 @@ class CudaEmitter(Emitter):
         return super().smaller(a, b) if element_type(a) == "float64" else self._extreme("bridge_min", a, b)
 
     def _extreme(self, name: str, a: Expr, b: Expr) -> Expr:
-        """One instruction, the same bits in either order."""
+        """One instruction, with the same bits in either order."""
         return tirx.call_pure_extern(element_type(a), name, a, b)
 
     def reciprocal(self, x: Expr) -> Expr:
-        """Correctly rounded but for denormal results, by Newton's method."""
+        """Correctly rounded except for denormal results, by Newton's method."""
         if element_type(x) != "float32":
             return super().reciprocal(x)
         return tirx.call_pure_extern("float32", "bridge_reciprocal", x)
@@ -232,11 +231,11 @@ class CudaEmitter(Emitter):
         return tirx.call_pure_extern("float32", f"bridge_quick_{name}", x)
 
     def wide_product(self, a: Expr, b: Expr) -> Expr:
-        """By name: of a product of 64 bits, the compiler adds the upper halves, which are zero."""
+        """By name: in a 64-bit product, the compiler would add the upper halves, which are zero."""
         return tirx.call_pure_extern("uint64", "bridge_mul_wide", a, b)
 
     def has_library(self, dtype: str) -> bool:
-        """Always: they are the functions that eager's kernels call, and half as long as polynomials without tables."""
+        """Always: eager's kernels call the same functions, which are half as long as polynomials without tables."""
         return True
 
     def math(self, name: str, x: Expr) -> Expr:
@@ -246,12 +245,12 @@ class CudaEmitter(Emitter):
         return self.libm("fma", a, b, c)
 
     def truncated(self, value: Expr, target: str) -> Expr:
-        """As C converts: eager's kernels are C as well. They make uint8 of int64."""
+        """C's conversion, as in eager's kernels, which convert to uint8 through int64."""
         return self.cast(self.cast(value, "int64"), target) if target == "uint8" else self.cast(value, target)
 
 
 def _is_short(number: float) -> bool:
-    """Whether bfloat16 has a number."""
+    """Whether a number is exact in bfloat16."""
     return struct.pack("<f", number)[:2] == bytes(2)
 
 

@@ -1,22 +1,19 @@
-"""Executor on a GPU: a program bound to its kernels for one device, on whichever stream torch has current there.
+"""Executor on a GPU: a program bound to its kernels for one device, on torch's current stream of that device.
 
 Each stream has a pool of arena blocks of its own: work on one stream runs in the order of the calls, so a block that
 was given back may be taken while the GPU still works in it; work on another stream may overlap with it. While torch
-captures a CUDA graph, blocks are the graph's: torch's allocator takes their memory from the graph's pool, and a replay
-finds it as it was.
+captures a CUDA graph, blocks belong to the graph: torch's allocator takes their memory from the graph's pool, and a
+replay finds it unchanged.
 
-Kernels read vectors of 16 bytes: an input that begins elsewhere is copied. States of generators, which a caller has on
-the host, are brought to where kernels read them.
+Kernels read vectors of 16 bytes: a misaligned input is copied. States of generators, which a caller has on the host,
+are copied to the device.
 
-SecondStream: a run that is captured, on two streams: the critical path's steps on one, those beside it on another.
-
-Both streams launch in the program's order. A step waits for the last step of the other stream that works on the same
-memory, if one of the two writes it. Memory is told by the addresses of the tensors that a step is given: so views,
-places of the arena that serve one value after another and tensors of the caller's that overlap are all seen. In the
-graph, that is a branch which leaves and joins the path where it has to, and nowhere else.
-
-What torch's kernels allocate while they run comes from memory of their own stream, which no other stream's step is
-given before both are joined.
+Second stream: a captured run on two streams: the critical path's steps on one, other steps on the second. Both streams
+launch in the program's order. A step waits for the last step of the other stream that uses the same memory, if one of
+the two writes it. Memory is identified by the addresses of a step's tensors; this covers views, arena memory that is
+reused for several values, and overlapping tensors of the caller. In the graph, that is a branch which leaves and joins
+the path only where necessary. Allocations of torch's kernels come from memory of their own stream, which the other
+stream's steps get only after both are joined.
 """
 
 from __future__ import annotations
@@ -43,11 +40,11 @@ from bridge.compile.runtime.program import Program
 
 __all__ = ["ALIGNMENT", "POOLS", "Crossings", "CudaExecutor", "Range", "SecondStream", "StreamPools", "memory_of"]
 
-#: Bytes, of a kernel's widest access.
+#: Alignment in bytes of a kernel's widest access.
 ALIGNMENT = 16
 
 _STREAMS = 8
-"""In whose blocks a program keeps its registers; those used last."""
+"""Streams for whose blocks a program keeps its registers, the most recently used."""
 
 
 class StreamPools:
@@ -68,21 +65,20 @@ class StreamPools:
         return sum(pool.held_bytes for pool in tuple(self._pools.values()))
 
     def clear(self) -> None:
-        """Gives back the blocks that nobody has."""
+        """Drops the free blocks."""
         for pool in tuple(self._pools.values()):
             pool.clear()
 
 
 POOLS = SESSION.cache("programs", StreamPools())
-"""Of this process."""
+"""The process's pools."""
 
 
 class CudaExecutor(Executor):
-    """Runs one program on one device; safe to call from any thread. Its first run binds the instructions.
+    """Runs one program on one device; thread-safe. Its first run binds the instructions.
 
     Args:
-        pool: whose blocks each run works in, by :class:`Executor`'s ``__call__``; those of the current stream unless
-            given.
+        pool: of the blocks for runs by :class:`Executor`'s ``__call__``; by default the current stream's.
     """
 
     def __init__(
@@ -110,7 +106,7 @@ class CudaExecutor(Executor):
         return super().__call__(inputs, consume=consume, fresh=fresh, user=user)
 
     def _captured(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
-        """In memory of the graph that is captured, which may serve again once the run is over."""
+        """Runs in memory of the graph that is being captured; the graph may reuse it after the run."""
         pool = ArenaPool(self._device)
         try:
             return super().__call__(inputs, consume=consume, user=pool.enroll(self._layout.arena_bytes))
@@ -125,7 +121,7 @@ class CudaExecutor(Executor):
         self._bring_states(registers)
 
     def _bring_states(self, registers: list) -> None:
-        """To where this run's kernels read them."""
+        """Copies generators' states to the device, for this run's kernels."""
         if self._brought:
             memory = torch.empty(len(self._brought), 2, dtype=torch.uint64, device=self._device)
             there = dict(zip(self._brought, memory.unbind(), strict=True))
@@ -139,14 +135,14 @@ def _nothing() -> None:
 
 
 Range = tuple[int, int]
-"""Addresses from the first to behind the last."""
+"""Half-open range of addresses."""
 
 _PATH, _SECOND = 0, 1
 _ALL: Range = (0, 1 << 64)
 
 
 def memory_of(tensors: Sequence[torch.Tensor | None]) -> list[Range]:
-    """Where tensors lie, each from its first element to its last."""
+    """Address ranges of tensors, each from its first element to its last."""
     found = []
     for tensor in tensors:
         if tensor is not None and (count := tensor.numel()):
@@ -157,7 +153,7 @@ def memory_of(tensors: Sequence[torch.Tensor | None]) -> list[Range]:
 
 
 class Crossings:
-    """What the steps of two streams have worked on, in order → for which of the other's a step has to wait."""
+    """Memory use of the steps of two streams, in order → the other stream's step that a step must wait for."""
 
     def __init__(self) -> None:
         self._memory = _Touched(), _Touched()
@@ -165,8 +161,8 @@ class Crossings:
         self._awaited = [0, 0]
 
     def before(self, stream: int, reads: Sequence[Range], writes: Sequence[Range]) -> int | None:
-        """The number of the other stream's last step that a step has to wait for; ``None`` if there is none, or the
-        stream has waited for it."""
+        """The index of the other stream's last step that a step must wait for; ``None`` if there is none, or if the
+        stream has already waited for it."""
         other = self._memory[1 - stream]
         last = max([*(other.written(each) for each in reads), *(other.touched(each) for each in writes)], default=-1)
         if last < self._awaited[stream]:
@@ -175,7 +171,7 @@ class Crossings:
         return last
 
     def add(self, stream: int, reads: Sequence[Range], writes: Sequence[Range]) -> None:
-        """A step was launched."""
+        """Notes a launched step."""
         number = self._launched[stream]
         self._launched[stream] += 1
         for each in reads:
@@ -185,9 +181,9 @@ class Crossings:
 
 
 class _Touched:
-    """Addresses → numbers of the last steps that wrote there, and that worked there; -1: none.
+    """Address ranges → the indices of the last steps that wrote, and that used, each part; -1: none.
 
-    Memory is cut where a range has begun or ended.
+    Memory is cut where a range begins or ends.
     """
 
     def __init__(self) -> None:
@@ -195,15 +191,15 @@ class _Touched:
         self._written, self._touched = [-1], [-1]
 
     def written(self, memory: Range) -> int:
-        """The last step that wrote into some of it."""
+        """The last step that wrote into any part of a range."""
         return max(self._written[self._parts(memory)])
 
     def touched(self, memory: Range) -> int:
-        """The last step that read or wrote some of it."""
+        """The last step that read or wrote any part of a range."""
         return max(self._touched[self._parts(memory)])
 
     def mark(self, memory: Range, number: int, is_written: bool) -> None:
-        """A step has worked on all of it; none has a smaller number than one before it."""
+        """Notes a step that used a whole range; indices never decrease."""
         first, last = map(self._cut, memory)
         self._touched[first:last] = [number] * (last - first)
         if is_written:
@@ -226,9 +222,9 @@ class SecondStream:
     """Launches the steps of captured runs, one run at a time, from :meth:`fork` to :meth:`join`.
 
     Args:
-        steps: indices of those that go on the second stream.
+        steps: indices of second-stream steps.
         beside: a context in which this thread launches on the second stream.
-        mark: marks a stream's end so far, by its number: 0 is the critical path's, 1 the other one.
+        mark: marks the current end of a stream: 0 is the critical path's, 1 the second stream.
         wait: makes a stream wait for a mark.
     """
 
@@ -248,32 +244,32 @@ class SecondStream:
         self._held: list[torch.Tensor] = []
 
     def fork(self) -> None:
-        """Steps beside begin behind all that the path's stream has launched so far, copies of inputs among it."""
+        """Starts the second stream after all launches of the path's stream so far, such as copies of inputs."""
         self._begin()
         self._crossings.add(_PATH, [], [_ALL])
         self._marks[_PATH].append(self._mark(_PATH))
 
     def join(self) -> None:
-        """The path waits for all steps beside."""
+        """Makes the path wait for all second-stream steps."""
         if self._marks[_SECOND]:
             self._wait(_PATH, self._marks[_SECOND][-1])
         self._begin()
 
     def begin(self, written: Sequence[torch.Tensor], action: Callable[[], None]) -> None:
-        """Runs beside, at once, what writes into tensors: nothing waits for it but who works on these."""
+        """Runs an action that writes into tensors on the second stream; only steps that use them wait for it."""
         writes = memory_of(written)
         self._run(_SECOND, [], writes, action)
         self._crossings.add(_SECOND, [], writes)
 
     def launch(self, index: int, step: Instruction, action: Callable[[list], None], registers: list) -> None:
-        """Runs a step's action on its stream, once what it waits for is done."""
+        """Runs a step's action on its stream, after the steps that it must wait for."""
         is_beside = index in self._steps
         stream = _SECOND if is_beside else _PATH
         reads = memory_of([registers[slot] for slot in step.reads])
-        given = memory_of([registers[slot] for slot in step.writes])  # what a library call returns is nobody's yet
+        given = memory_of([registers[slot] for slot in step.writes])  # a library call's results have no memory yet
         self._run(stream, reads, given, partial(action, registers))
         self._crossings.add(stream, reads, memory_of([registers[slot] for slot in step.writes]))
-        if is_beside:  # until both are joined: their memory would serve the path's next calls
+        if is_beside:  # kept until both are joined: their memory would be reused by the path's next calls
             self._held += [registers[slot] for slot in (*step.reads, *step.writes)]
 
     def _run(self, stream: int, reads: Sequence[Range], writes: Sequence[Range], action: Callable[[], None]) -> None:

@@ -1,11 +1,11 @@
 """The GPU's limits and its order of reductions.
 
-The order of a row: it is walked by :func:`row_threads` threads. Thread ``t`` takes the vectors ``t, t + threads, …`` of
-:func:`row_lanes` elements; each lane has an accumulator of its own, and these are combined by halves. So are then the
-threads of each warp, then the warps. Where all rows are few elements (:attr:`ReductionOrder.small_rows`), each vector
-has a thread, and in short rows a vector is one element. A column: each chunk's rows are dealt to :func:`row_groups`
-groups in turn, whose sums are combined by halves; so are the chunks, dealt to :data:`SECOND_STAGE_LANES` strands. It
-follows from the extents.
+The order of a row: :func:`row_threads` threads share it. Thread ``t`` takes the vectors ``t, t + threads, …`` of
+:func:`row_lanes` elements; each lane has an accumulator of its own, and these are combined by halves. Then the threads
+of each warp are combined by halves, then the warps. If all rows together have few elements
+(:attr:`ReductionOrder.small_rows`), each vector has a thread, and in short rows a vector is one element. A column: each
+chunk's rows are distributed over :func:`row_groups` groups in turn, whose sums are combined by halves; then the chunks,
+distributed over :data:`SECOND_STAGE_LANES` threads. The order follows from the extents.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ VECTOR = 4
 """Elements that a thread takes at once: 16 bytes of float32, the widest access."""
 
 ACCESS_BYTES = 16
-"""Of a thread's widest access."""
+"""Bytes of a thread's widest access."""
 
 WARP = 32
-"""Threads that exchange values directly, and whose neighbours read neighbours in memory at once."""
+"""Threads that exchange values directly, and read adjacent memory at once."""
 
 BLOCK_THREADS = 256
-"""Threads of a block that is not one long row."""
+"""Threads of a block, unless it is one long row."""
 
 ROWS_THREADS = 128
-"""Likewise, of one whose rows or elements have nothing to do with each other: the fewer, the sooner a place is taken
-again."""
+"""Threads of a block with independent rows or elements: with fewer threads, its place is free again sooner."""
 
 SHARED_BYTES = 49_152
-"""Of a block, all its arrays of every element type together: NVRTC refuses a kernel that declares more."""
+"""Maximum bytes of all arrays of a block together: NVRTC refuses a kernel that declares more."""
 
 _MOST_THREADS = 1024
-_SHORT = 512  # elements of a row: as many threads as leave each enough registers
+_SHORT = 512  # elements of a row: enough threads that each has enough registers
 _MOST_GROUPS = 32  # whose sums one thread combines
 _TIMES_GROUPS = ((1, 4), (5, 2))
-"""Vectors at most that a thread has of a row whose columns are reduced, with how many times the groups a block has:
-the fewer, the fewer of the registers that a block's threads share go to the columns' sums."""
-_VECTORS_PER_THREAD = 8  # in registers: 32 numbers of each value that is kept
+"""(vectors of a thread at most, factor of the number of groups) for rows whose columns are reduced: with fewer vectors,
+fewer of the block's registers hold the columns' sums."""
+_VECTORS_PER_THREAD = 8  # in registers: 32 numbers of each cached value
 
 SECOND_STAGE_LANES = 16
-"""Threads that combine what the chunks have of one column."""
+"""Threads that combine the chunks' partials of one column."""
 
 FEW_ROWS = 32
-"""A column of fewer is added by one thread, a longer one that is not cut into chunks by :data:`COLUMN_LANES`."""
+"""One thread adds a column of fewer rows, :data:`COLUMN_LANES` threads a longer one that is not cut into chunks."""
 
 COLUMN_LANES = 8
 
 FLOAT64_ARCHITECTURES = frozenset(("sm_60", "sm_70", "sm_80", "sm_90", "sm_100"))
-"""That compute in float64 at half the rate of float32, so that sums wait for memory in either; others at a 64th."""
+"""Architectures with float64 at half the rate of float32, so that sums are limited by memory in either; others have a
+64th."""
 
-# A chunk is about what a block of threads takes at once: the few rows of a small LayerNorm are for many blocks.
+# A chunk is about one block's simultaneous work: the few rows of a small LayerNorm are spread over many blocks.
 ORDER = ReductionOrder(
     lanes=VECTOR,
     interleaved=(1,),
@@ -69,7 +69,7 @@ ORDER = ReductionOrder(
     chunk_rows=1,
     most_chunks=132,
     whole_rows=264,
-    whole_columns=16_384,  # threads enough
+    whole_columns=16_384,  # enough threads
     split=8192,
     small_rows=2**17,
 )
@@ -79,7 +79,7 @@ LIMITS = Limits.of(
     buffers=48,
     terms=16,
     sections=16,
-    summed_sections=2,  # neighbours in different sections wait for each other
+    summed_sections=2,  # adjacent threads in different sections wait for each other
     serial_elements=32_768,
     shared_elements=4096,
     loops=8,
@@ -131,13 +131,13 @@ ALTERNATIVES = (
     Alternative(OF_LIMITS, "joined_sections", (1, 16)),
     Alternative(OF_LIMITS, "section_operators", (1, 12)),
 )
-"""What tuning tries; the shape of a block is made into the code of kernels and stays."""
+"""The tunables' candidates; the shape of a block is part of the kernels' code and stays."""
 
 
 def row_lanes(length: Number, small: bool = False) -> int:
-    """Elements of a vector of a row: rows of a length that it does not divide begin anywhere in memory.
+    """Elements of a vector of a row; rows whose length is not divisible by it are misaligned.
 
-    ``small``: there are few elements in all rows; of a short row each is a thread's.
+    ``small``: all rows together have few elements; then a short row has one element per thread.
     """
     if not isinstance(length, int) or (small and length <= _SHORT):
         return 1
@@ -145,9 +145,9 @@ def row_lanes(length: Number, small: bool = False) -> int:
 
 
 def row_threads(length: Number, small: bool = False) -> int:
-    """Threads that walk a row, a power of two; of a length that is the launch's, those of one block.
+    """Threads that share a row, a power of two; for a dynamic length, a whole block.
 
-    Where such a length is short at a launch, a warp does (:meth:`bridge.compile.cuda.row.RowVariant.short`).
+    If a dynamic length is short at a launch, a warp takes the row (:meth:`bridge.compile.cuda.row.RowVariant.short`).
     """
     if not isinstance(length, int):
         return BLOCK_THREADS
@@ -157,8 +157,10 @@ def row_threads(length: Number, small: bool = False) -> int:
 
 
 def row_groups(length: Number, small: bool = False, columns: bool = False) -> int:
-    """Groups of threads in a block, each on a row of its own; more of them where ``columns`` of short rows are reduced:
-    there are no more blocks than chunks, and each has to wait for enough rows at once."""
+    """Groups of threads in a block, each on a row of its own.
+
+    More groups if ``columns`` of short rows are reduced: there are no more blocks than chunks, and each must have
+    enough loads in flight."""
     threads = row_threads(length, small)
     if not columns:
         return max(1, ROWS_THREADS // threads)

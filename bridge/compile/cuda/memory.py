@@ -1,16 +1,16 @@
 """Memory of recorded graphs: results in private pools of torch's allocator, at the same address at each call.
 
-Private pools of torch's allocator: memory for one owner's allocations, which goes back to the device with the owner.
-torch ends the whole process when a ``torch.cuda.MemPool`` is destroyed while any thread takes memory from a pool of the
-device: the destructor synchronizes, which the allocator refuses then, and a destructor's error is nobody's to catch. An
-owner goes whenever its last reference goes: inside of somebody else's allocation too, where Python happens to collect
-garbage. So a pool outlives its owner until it may be destroyed.
+Private pools of torch's allocator: memory for one owner's allocations, which returns to the device with the owner.
+torch ends the whole process when a ``torch.cuda.MemPool`` is destroyed while any thread allocates from a pool of the
+device: the destructor synchronizes, the allocator then refuses, and a destructor's error cannot be caught. The owner's
+last reference may go at any time, also inside another allocation when Python collects garbage. So a pool outlives its
+owner until it may be destroyed.
 
-Slot memory: results whose sizes vary → the same address at each call, whatever the size, while nobody holds them.
-A slot is a private pool of torch's allocator with room for the largest so far. What is allocated in it while it is
-empty begins where the room begins. Where several results lie in one slot, each has room for its own largest, so that
-none moves when another one is longer. There are as many slots as results are alive together: a second forward before a
-backward gets the second one.
+Slot memory: results of dynamic size → the same address at each call, whatever the size, while no earlier result is
+alive. A slot is a private pool of torch's allocator with room for the largest size so far. Its first allocation while
+it is empty begins at its start. If several results share a slot, each has room for its own largest size, so that none
+moves when another one grows. There are as many slots as results alive at once: a second forward before a backward gets
+the second slot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["ALIGNMENT", "PoolMemory", "PrivatePool", "SlotMemory", "bytes_of", "
 __all__ += ["spare_bytes", "takes_from"]
 
 _LOCK = free_in_children(threading.RLock())
-"""Held where a thread begins or ends to take memory from a pool, and while pools are destroyed."""
+"""Held while a thread begins or ends to allocate from a pool, and while pools are destroyed."""
 _PROCESS = os.getpid()
 
 
@@ -43,8 +43,8 @@ class _Pools:
     """Pools in use and pools to destroy.
 
     Attributes:
-        in_use: how many threads take memory from pools now.
-        left: with their devices' indices, the pools whose owners are gone.
+        in_use: number of threads that allocate from pools now.
+        left: ``(index of the device, pool)`` of pools without an owner.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class _Pools:
 
 
 _POOLS = _Pools()
-"""Of this process."""
+"""The process's pools."""
 
 
 class PrivatePool:
-    """A pool of a device that is current; used as a context, this thread's memory comes from it.
+    """A pool of the current device; inside its context, this thread allocates from it.
 
     torch lets one thread at a time use a pool.
 
@@ -84,7 +84,7 @@ class PrivatePool:
                 _destroy_left()
 
     def segments(self) -> list[dict[str, Any]]:
-        """Its memory, as ``torch.cuda.memory_snapshot`` tells it."""
+        """Its memory, as reported by ``torch.cuda.memory_snapshot``."""
         return torch.cuda.memory_snapshot(self._id)
 
     @property
@@ -94,7 +94,7 @@ class PrivatePool:
 
 
 def _leave(index: int, held: list[Any]) -> None:
-    """The owner is gone: its pool is destroyed now, or when no thread takes memory from a pool any more."""
+    """Destroys an ownerless pool now, or when no thread allocates from a pool any more."""
     _POOLS.left.append((index, held))
     with _LOCK:
         _destroy_left()
@@ -113,21 +113,20 @@ def _destroy_left() -> None:
 
 
 def _memory_is_common() -> bool:
-    """Whether this thread's memory on the current device comes from no pool, one of the user's or of a graph that is
-    captured."""
+    """Whether this thread's memory on the current device comes from no pool, a user's or a captured graph's."""
     if torch.cuda.is_current_stream_capturing():
         return False
     try:
         return takes_from(_common_segments)
-    except RuntimeError:  # there is no memory
+    except RuntimeError:  # out of memory
         return False
 
 
 def takes_from(segments: Callable[[], Iterable[Mapping[str, Any]]]) -> bool:
-    """Whether memory that this thread takes now, on the current device, lies in one of these segments; they are asked
-    for afterwards, as it may be in a new one.
+    """Whether a new allocation of this thread on the current device lies in one of these segments, which are listed
+    after the allocation: it may open a new one.
 
-    It is no tensor: garbage is collected anywhere, also where torch's modes make tensors without memory.
+    Allocates no tensor: garbage collection runs anywhere, also where torch's modes make tensors without memory.
     """
     address = torch.cuda.caching_allocator_alloc(1)
     try:
@@ -144,17 +143,17 @@ ALIGNMENT = 512
 """Bytes, of torch's allocator."""
 
 _SHARE = 1 / 8
-"""Of a device's memory, for results of recorded programs; no more of what is free than half."""
+"""Maximum part of a device's memory for results of recorded programs, and at most half of the free memory."""
 
 
 class PoolMemory:
-    """Memory of a private pool, see :class:`bridge.compile.graphs.recordings.Memory`; of a device that is current.
+    """Memory of a private pool, see :class:`bridge.compile.graphs.recordings.Memory`; for the current device.
 
-    Where it cannot be had, memory is like any other: an allocator of another kind than torch's own has no pools, and
-    another thread may be using this one.
+    Falls back to ordinary memory if an allocator other than torch's own has no pools, or if another thread is using
+    this pool.
 
     Args:
-        joined: what is asked for together is let go together: it lies in one block, which is one allocation.
+        joined: tensors requested together are freed together: they share one allocation.
 
     Attributes:
         index: of the device.
@@ -187,7 +186,7 @@ class PoolMemory:
                     self._pool = PrivatePool(self.index)
                 with self._pool:
                     return [empty_strided(*form) for form in forms]
-            except torch.OutOfMemoryError:  # the allocator gives nothing back that it keeps while a pool is in use
+            except torch.OutOfMemoryError:  # the allocator frees no cached memory while a pool is in use
                 pass
             finally:
                 self._lock.release()
@@ -199,17 +198,17 @@ class PoolMemory:
 
 
 def bytes_of(forms: Sequence[Form]) -> list[int]:
-    """Of each tensor, aligned."""
+    """Bytes of each tensor, aligned."""
     return [max(-(-nbytes(form) // ALIGNMENT), 1) * ALIGNMENT for form in forms]
 
 
 def places_of(rooms: Sequence[int]) -> list[int]:
-    """Where in a block each of these begins."""
+    """The beginnings of ``rooms`` in a block."""
     return [0, *itertools.accumulate(rooms[:-1])]
 
 
 def pieces_of(block: torch.Tensor, forms: Sequence[Form], places: Sequence[int]) -> list[torch.Tensor]:
-    """Tensors of these forms in a block of bytes."""
+    """Tensors with this metadata in a block of bytes."""
     typed: dict[torch.dtype, torch.Tensor] = {}
     made = []
     for (shape, strides, dtype), place in zip(forms, places, strict=True):
@@ -221,20 +220,20 @@ def pieces_of(block: torch.Tensor, forms: Sequence[Form], places: Sequence[int])
 
 
 _MEMORIES: weakref.WeakSet[PoolMemory] = weakref.WeakSet()
-"""All there are: what they hold together is bounded."""
+"""All memories: their sum is bounded."""
 
 _SPARE: dict[int, int] = {}
-"""By device, what was spare when the driver was asked last, less what was wanted since."""
+"""Device → spare bytes at the last query of the driver, minus later requests."""
 _CERTAIN = 4
-"""Times what is wanted, that is surely still spare where it was when the driver was asked: that takes it milliseconds,
-and each new size of a program wants some."""
+"""If that many times the request was spare at the last query, the request surely fits: a query takes milliseconds, and
+each new size of a program requests memory."""
 
 
 def spare_bytes(index: int, wanted: int) -> int:
-    """Bytes of results that may be set aside on a device.
+    """Bytes of results that may be reserved on a device.
 
     Args:
-        wanted: by who asks; from now on it is not spare.
+        wanted: the request, which counts as reserved from now on.
     """
     spare = _SPARE.get(index, 0)
     if spare < _CERTAIN * wanted:
@@ -247,21 +246,21 @@ def spare_bytes(index: int, wanted: int) -> int:
 
 
 _MOST_SLOTS = 4
-"""Results of so many calls that are alive together; those of further ones lie anywhere."""
+"""Calls whose results may be alive at once in slots; further results are in ordinary memory."""
 _GROWTH = 1.5
-"""Of a room, where a size does not fit: there are few addresses until the largest size was there."""
+"""Growth factor of a room that is too small: it keeps the number of addresses low until the largest size occurs."""
 _SMALL, _LARGE = 1 << 20, 10 << 20
-"""Bytes: for one of more than the first and less than the second, torch's allocator sets twice the second aside."""
+"""Bytes: between these sizes, torch's allocator reserves twice the larger one."""
 _MOST_KNOWN = 256
-"""Lists of forms whose bytes are remembered."""
+"""Lists of metadata whose bytes are cached."""
 
 
 class _Slot:
-    """One pool; ``held``: what is in it.
+    """One pool; ``held``: the storage in it.
 
     Attributes:
-        rooms: bytes for each of the results that lie in it; ``places``: where each room begins.
-        block: all of it.
+        rooms: bytes for each result in it; ``places``: beginnings of the rooms.
+        block: the whole slot.
     """
 
     def __init__(self) -> None:
@@ -283,7 +282,7 @@ class SlotMemory:
         index: of the device, which is current.
 
     Attributes:
-        grown: how often addresses have changed, because a size did not fit.
+        grown: how often addresses changed because a size did not fit.
     """
 
     def __init__(self, index: int):
@@ -303,7 +302,7 @@ class SlotMemory:
             rooms = rooms_of(self._bytes_of(forms), slot.rooms)
             if rooms is not slot.rooms:
                 self._grow(slot, rooms)
-            if len(forms) == 1:  # with memory of no more than its own size: a caller may keep it, or save it
+            if len(forms) == 1:  # with memory of its own size only: a caller may keep it, or save it
                 made = slot.memory(forms)
             else:
                 (block,) = slot.memory(slot.block)
@@ -318,7 +317,7 @@ class SlotMemory:
         return sum(slot.memory.held_bytes for slot in tuple(self._slots) if slot.memory is not None)
 
     def _bytes_of(self, forms: Sequence[Form]) -> list[int]:
-        """Remembered: whoever asks has one list of forms for each size."""
+        """Cached: a caller has one list of metadata for each size."""
         known = self._known.get(id(forms))
         return (known or self._known.put(id(forms), (forms, bytes_of(forms))))[1]
 
@@ -332,7 +331,7 @@ class SlotMemory:
         return slot
 
     def _grow(self, slot: _Slot, rooms: tuple[int, ...]) -> None:
-        """A new pool with room for these; the old one's memory goes back to the device."""
+        """A new pool for ``rooms``; the old one's memory returns to the device."""
         self.grown += bool(slot.rooms)
         size = sum(rooms)
         slot.rooms, slot.places, slot.block = rooms, places_of(rooms), [((size,), (1,), torch.uint8)]
@@ -343,10 +342,10 @@ class SlotMemory:
 
 
 def rooms_of(sizes: Sequence[int], before: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Bytes for each of several results that lie in one block: ``before`` where all fit.
+    """Bytes for each of several results in one block: ``before`` if all fit.
 
-    Where one does not, all that are near their end get more: of one program, they grow together. ``before`` of another
-    number of results is nobody's.
+    Otherwise all rooms that are nearly full grow: results of one program grow together. ``before`` is ignored for
+    another number of results.
     """
     if len(before) != len(sizes):
         return tuple(sizes)

@@ -1,11 +1,10 @@
 """NVRTC: CUDA C → machine code (a cubin) or PTX for an architecture; a cubin's instructions as text.
 
-NVRTC: CUDA C → machine code (a cubin) or PTX for an architecture, by the library of torch's CUDA wheels.
-No compiler has to be installed, and no GPU or driver is needed. The library is asked for by ctypes; our kernels include
-no file of CUDA's: what the head of TVM's source includes is given in memory.
+By the library of torch's CUDA wheels: no compiler has to be installed, and no GPU or driver is needed. The library is
+called by ctypes. Kernels include no CUDA file: the headers that TVM's source includes are given in memory.
 
-Numbers are IEEE's: products are not contracted into sums, division and square root are rounded correctly, denormal
-numbers are kept.
+Numbers follow IEEE: no contraction of products into sums, correctly rounded division and square root, no flush of
+denormals.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from bridge.base.session import SESSION
 __all__ = ["OPTIONS", "absent", "compiled", "disassembled", "disassembler", "version", "warm_up"]
 
 _TOOLS = {"nvdisasm": ("-c",), "cuobjdump": ("-sass",)}
-"""Programs of CUDA's toolkit, with what is said before the file's name."""
+"""Programs of CUDA's toolkit, with the options before the file's name."""
 
 
 def disassembler() -> list[str]:
-    """The command that disassembles a file; empty where there is none."""
+    """The command that disassembles a file; empty if there is none."""
     for tool, options in _TOOLS.items():
         path = shutil.which(tool) or shutil.which(tool, path="/usr/local/cuda/bin")
         if path is not None:
@@ -44,7 +43,7 @@ def disassembler() -> list[str]:
 
 
 def disassembled(cubin: bytes) -> str:
-    """``RuntimeError`` where there is no disassembler, or it fails."""
+    """A cubin's instructions as text. ``RuntimeError`` without a disassembler, or if it fails."""
     command = disassembler()
     if not command:
         raise RuntimeError(f"SASS wants one of {' and '.join(_TOOLS)} of CUDA's toolkit: none is on the PATH")
@@ -58,7 +57,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17", "--disable-warnings")
-"""Of every compilation, beside the architecture."""
+"""Options of every compilation, beside the architecture."""
 
 _HEADERS = {
     "cuda/std/cstdint": """
@@ -92,7 +91,7 @@ template <class A, class B> struct conditional<false, A, B> { using type = B; };
 """,
     "sm_61_intrinsics.h": "",  # for a product of bytes that no kernel of ours has
 }
-"""What the head of TVM's CUDA source includes under NVRTC, as far as the head names it."""
+"""In-memory replacements of the headers that TVM's CUDA source includes under NVRTC."""
 
 _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)")
 _KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
@@ -104,13 +103,13 @@ _COMPILED: LeastRecentlyUsed[tuple[str, str, str, str], bytes] = SESSION.cache(
 
 
 def absent() -> str:
-    """Why nothing can be compiled here; empty where there is NVRTC."""
+    """Why nothing can be compiled here; empty if NVRTC is there."""
     return "" if _library() is not None else "no NVRTC library: torch's CUDA wheels bring it, so does nvidia-cuda-nvrtc"
 
 
 @functools.cache
 def version() -> str:
-    """Of NVRTC, as in ``"13.0"``; ``"none"`` where there is none."""
+    """NVRTC's version, as in ``"13.0"``; ``"none"`` without NVRTC."""
     library = _library()
     if library is None:
         return "none"
@@ -120,16 +119,16 @@ def version() -> str:
 
 
 def made_for() -> tuple[str, ...]:
-    """What machine code depends on beside its source and architecture: NVRTC, its options, the headers that it reads;
-    those of CUDA's, which some sources include, by their place."""
+    """The dependencies of machine code beside source and architecture: NVRTC, its options and in-memory headers; CUDA's
+    own headers, which some sources include, by path."""
     return *OPTIONS, *_include_paths(), *_HEADERS.values(), version()
 
 
 def compiled(source: str, arch: str, form: str = "cubin") -> bytes:
-    """CUDA C → ``"cubin"`` or ``"ptx"`` for an architecture such as ``"sm_90"``; equal ones share it.
+    """CUDA C → ``"cubin"`` or ``"ptx"`` for an architecture such as ``"sm_90"``; cached.
 
     Raises:
-        RuntimeError: there is no NVRTC, or it refuses the source, saying what about which line.
+        RuntimeError: no NVRTC, or it rejects the source, with its message and line.
     """
     key = (hashlib.sha256(source.encode()).hexdigest(), arch, form, version())
     found = _COMPILED.get(key)
@@ -140,12 +139,12 @@ def compiled(source: str, arch: str, form: str = "cubin") -> bytes:
 
 
 def warm_up(arch: str) -> None:
-    """Has NVRTC compile next to nothing: the first time it takes several times as long, to load what it needs."""
+    """Compiles an empty kernel: NVRTC's first compilation takes several times as long, to load its parts."""
     _compile("__global__ void nothing() {}", arch, "cubin")
 
 
 def _stored_or_compiled(source: str, arch: str, form: str) -> bytes:
-    """From the disk cache where it is there."""
+    """The disk cache's result, or a new one."""
     store = current_store()
     key = key_of("nvrtc", source, arch, form, made_for())
 
@@ -190,7 +189,7 @@ def _check(library: ctypes.CDLL, status: int) -> None:
 
 
 def _text(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
-    """One of a program's results."""
+    """One of a program's outputs."""
     size = ctypes.c_size_t()
     _check(library, getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
     content = ctypes.create_string_buffer(size.value)
@@ -211,7 +210,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _names() -> Iterator[str]:
-    """Paths and names to try: of torch's own CUDA version first, newest first otherwise."""
+    """Paths and names to try: torch's own CUDA version first, then the newest first."""
     found: dict[str, int] = {}
     for folder in _folders():
         for path in sorted(folder.glob("libnvrtc.so.*")):
@@ -224,13 +223,13 @@ def _names() -> Iterator[str]:
 
 @functools.cache
 def _include_paths() -> tuple[str, ...]:
-    """For functions that TVM legalized: of half types, its source includes CUDA's headers."""
+    """Include options for functions that TVM legalized: for half types, its source includes CUDA's headers."""
     folders = [folder.parent / "include" for folder in _folders()]
     return tuple(f"--include-path={folder}" for folder in folders if (folder / "cuda_fp16.h").exists())
 
 
 def _folders() -> Iterator[Path]:
-    """Where wheels put NVIDIA's libraries."""
+    """Folders of NVIDIA's libraries in wheels."""
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or ()) if spec is not None else ():
         yield from sorted(Path(root).glob("*/lib"))

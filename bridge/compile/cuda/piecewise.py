@@ -1,13 +1,13 @@
-"""Piecewise CUDA graphs: a run -> the stretches that a stream captures, as graphs, and the library calls between them.
+"""Piecewise CUDA graphs: a run → captured graphs, and the library calls between them.
 
-What a library call returns lies in memory of its own, which a recording does not hand out. Where it is a result of the
-run, the call is made to write it into memory of the caller's, if it can; else it is copied there at the end.
+A library call's results are in memory that it allocates, which a recording must not hand out. If one is a result of the
+run, the call writes it into the caller's memory if it can; otherwise it is copied there at the end.
 
-A call that places torch's generator (attention's dropout) is not captured: inside of a capture, torch's kernels take
-the generator's state from torch's own graphs alone, and other threads could not draw meanwhile. So a run ends a graph
-before such a call and begins the next one behind it. A replay launches the graphs in order and makes the calls in
-between anew: they read what lies where the graphs wrote it, and what they return is copied to where the next one reads.
-Backward, attention's kernel reads the state from the device and is captured; a replay brings the state there.
+A call with an explicit generator offset (attention's dropout) is not captured: inside of a capture, torch's kernels
+take the generator's state only from torch's own graphs, and other threads could not draw meanwhile. So a run ends a
+graph before the call and begins the next one after it. A replay launches the graphs in order and repeats the calls in
+between: they read the graphs' results in place, and their results are copied to the next graph's inputs. In the
+backward, attention's kernel reads the state from the device and is captured; a replay copies the state there.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = ["PiecewiseExecutor", "PiecewiseGraphs", "inside_of_loops", "is_betwee
 
 
 def is_between(step: Instruction) -> bool:
-    """Whether a step is made anew by each replay, between two graphs."""
+    """Whether each replay repeats a step between two graphs."""
     return isinstance(step, CallLibrary) and step.name in DRAWS_AT_OFFSET
 
 
 def inside_of_loops(steps: Sequence[Instruction]) -> Iterator[Instruction]:
-    """The steps of loops, which are captured whole."""
+    """The steps of loops, which are captured as a whole."""
     for step in steps:
         if isinstance(step, RunLoop):
             yield from inner_steps(step.steps)
@@ -50,11 +50,11 @@ def inside_of_loops(steps: Sequence[Instruction]) -> Iterator[Instruction]:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a tensor lies among those of a call.
+    """The origin of a tensor among a call's tensors.
 
     Attributes:
         place: among inputs and memory for results, in a row.
-        geometry: shape, strides and offset of a view of it; ``None``: it is the tensor itself.
+        geometry: shape, strides and offset of a view of it; ``None``: the tensor itself.
         order: see :class:`bridge.compile.runtime.layout.Register`.
     """
 
@@ -66,7 +66,7 @@ class _Origin:
         tensor = given[self.place]
         if self.order is not None:
             tensor = tensor.permute(self.order)
-        if tensor.data_ptr() % ALIGNMENT or not tensor.is_contiguous():  # as a run that is not recorded has it
+        if tensor.data_ptr() % ALIGNMENT or not tensor.is_contiguous():  # as in a run without recording
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         if self.geometry is None:
             return tensor
@@ -77,7 +77,7 @@ class _Origin:
 def _origin(
     slot: int, views: Mapping[int, MakeView], given: Mapping[int, int], orders: Mapping[int, tuple[int, ...] | None]
 ) -> _Origin | None:
-    """``None``: the slot's tensor does not lie in one of the call's. ``orders``: of parameters, by slot."""
+    """The origin of a slot's tensor, or ``None`` if it is in none of the call's. ``orders``: of parameters, by slot."""
     geometry, offset = None, 0
     while (view := views.get(slot)) is not None:
         geometry = geometry or (view.shape, view.strides)
@@ -90,21 +90,21 @@ def _origin(
 
 @dataclass(frozen=True)
 class _Kept:
-    """Memory of a call for a result that a library function allocates; ``place``: as in :class:`_Origin`."""
+    """A call's memory for a result that a library function allocates; ``place``: as in :class:`_Origin`."""
 
     memory: torch.Tensor
     place: int
 
 
 class _Between:
-    """A call between two graphs. All recordings of a program for one stream share it: they run one after another.
+    """A library call between two graphs. All recordings of a program for one stream share it: they run one at a time.
 
     Args:
-        views: all there are, by slot; ``given``: places of a call's tensors, by slot; ``orders``: of parameters.
+        views: all views, by slot; ``given``: places of a call's tensors, by slot; ``orders``: of parameters.
 
     Attributes:
-        memory: by slot, where its results lie for the graphs behind it, but for those that the caller has memory for;
-            made at the first recording.
+        memory: slot → memory of a result for the following graphs, except results in the caller's memory; allocated at
+            the first recording.
     """
 
     def __init__(
@@ -125,13 +125,14 @@ class _Between:
         kept: Mapping[int, _Kept],
         take: Callable[[Form], torch.Tensor],
     ) -> Replay:
-        """Puts the memory of its results into the registers. The call is made for its results' forms alone, on ones:
-        what a run computes is not there yet, and a kernel that finds a parameter of a distribution out of its range
-        ends the process's work on the GPU.
+        """Puts the memory of the call's results into the registers.
+
+        Makes the call on ones, only to learn its results' metadata: the run's values do not exist yet, and a kernel
+        that finds an invalid parameter of a distribution ends the process's work on the GPU.
 
         Args:
             on_host: states, by slot; ``kept``: the caller's memory, by slot.
-            take: where other memory comes from.
+            take: allocates other memory.
         """
         step, action = self._step, self._action
         there = {slot: each.place for slot, each in kept.items() if registers[slot] is each.memory}
@@ -167,17 +168,17 @@ class _Between:
 
 
 def _ones(tensor: torch.Tensor) -> torch.Tensor:
-    """As a tensor lies, for any operator's arguments."""
+    """A tensor of ones with the same layout, valid as any operator's argument."""
     memory = torch.ones(span_of(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
 class PiecewiseGraphs:
-    """The parts of one run, in order, while it is recorded.
+    """The pieces of one run, in order, while it is recorded.
 
     Args:
-        capture: a context in which the current stream is captured; what it gives has the graph afterwards.
-        launch: a graph → what launches it.
+        capture: a context that captures the current stream; its value contains the graph afterwards.
+        launch: a graph → the function that launches it.
     """
 
     def __init__(
@@ -199,18 +200,18 @@ class PiecewiseGraphs:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Nothing is captured meanwhile."""
+        """Ends the current graph, and begins the next one afterwards."""
         self.__exit__(None, None, None)
         yield
         self.__enter__()
 
 
 class PiecewiseExecutor(CudaExecutor):
-    """A program that works in the memory of one stream's recordings. Its runs are recorded, one at a time.
+    """Runs a program in the memory of one stream's recordings. Its runs are recorded, one at a time.
 
     Attributes:
-        brought: generators' states that captured steps read, by slot: their memory on the device.
-        captures_states: whether the first graph of the run that is recorded brings them there.
+        brought: slot of a generator's state that captured steps read → its memory on the device.
+        captures_states: whether the recorded run's first graph copies the states there.
     """
 
     __call__ = Executor.__call__
@@ -250,15 +251,15 @@ class PiecewiseExecutor(CudaExecutor):
         branches: SecondStream | None = None,
         captures_states: bool = False,
     ) -> Iterator[None]:
-        """A run meanwhile is recorded as these pieces.
+        """A context in which a run is recorded as ``pieces``.
 
         Args:
-            take: memory for what calls between graphs return.
-            copies: places of results that library calls allocate, with memory for them; a result of the run that is
-                this memory is there, others are not.
-            branches: launches what is not on the critical path beside it.
-            captures_states: whether a graph may bring generators' states to the device: who launches it then gives it
-                those of the call. Else they are brought in front of it.
+            take: allocates memory for results of calls between graphs.
+            copies: ``(place, memory)`` of results that library calls allocate; if the run returns that memory, the
+                result is in it already.
+            branches: launches steps off the critical path on a second stream.
+            captures_states: whether a graph may copy generators' states to the device: its launch then takes the call's
+                states. Otherwise a piece before it copies them.
         """
         self._pieces, self._take_between, self._branches = pieces, take, branches
         first = len(self._layout.params) + len(self._layout.fresh)
@@ -279,15 +280,15 @@ class PiecewiseExecutor(CudaExecutor):
         return torch.empty(2, dtype=torch.uint64, device=self._device)
 
     def _bring(self, given: Sequence[torch.Tensor]) -> None:
-        """States to the device."""
+        """Copies a call's states to the device."""
         bring(self._states_of(given))
 
     def _states_of(self, given: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where states are read on the device, with a call's, on the host."""
+        """``(device memory, state on the host)`` of a call's states."""
         return [(memory, given[slot]) for slot, memory in self.brought.items()]
 
     def _bring_states(self, registers: list) -> None:
-        """The memory of all runs: a part of the run brings them there."""
+        """Uses the memory shared by all runs; a piece of the run copies the states there."""
         self._states = {slot: registers[slot] for slot in self._on_host}
         for slot, memory in self.brought.items():
             registers[slot] = memory
@@ -308,7 +309,7 @@ class PiecewiseExecutor(CudaExecutor):
         self._join()
 
     def _fork(self) -> None:
-        """Behind what a piece begins with: copies of inputs that are not dense, or begin where kernels cannot read."""
+        """Starts the second stream after the piece's first copies, of inputs that are not dense or are misaligned."""
         if self._branches is not None:
             self._branches.fork()
 
@@ -329,7 +330,7 @@ class PiecewiseExecutor(CudaExecutor):
             action(registers)
 
     def _is_written(self, index: int, registers: list) -> bool:
-        """Makes a library call write its results into the caller's memory, if there is some for all and it can."""
+        """Lets a library call write all its results into the caller's memory, if possible; returns whether it did."""
         step = self.steps[index]
         if not all(slot in self._kept for slot in step.writes):
             return False
@@ -342,7 +343,7 @@ class PiecewiseExecutor(CudaExecutor):
         return True
 
     def _interrupt(self, index: int, registers: list) -> None:
-        """A call that is made between two graphs."""
+        """Makes a call between two graphs."""
         self._join()
         with self._pieces.interrupted():
             part = self._between[index].record(registers, self._states, self._kept, self._take_between)

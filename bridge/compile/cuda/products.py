@@ -1,9 +1,8 @@
 """Product policy on CUDA: every matrix product is torch's, by the kernel that eager calls.
 
 Launch of torch's fused dropout on a GPU: number of elements → threads, numbers per thread, the generator's advance.
-
-Eager's mask depends on them: thread t of the launch draws from subsequence t of the generator's seed, four numbers a
-call, and every launch moves the generator's offset on by as many numbers as a thread may take.
+Eager's mask depends on them: thread t of the launch draws from subsequence t of the generator's seed, four numbers per
+call, and every launch advances the generator's offset by the maximum number that a thread takes.
 """
 
 from __future__ import annotations
@@ -19,46 +18,47 @@ from bridge.compile.schedule.chain_plan import ProductShape
 __all__ = ["BLOCK", "NUMBERS", "CudaProducts", "Gpu", "gpu_of"]
 
 _FEW = 32, 64
-"""Rows of a product that cuBLASLt has the better kernels for, of a batch of a recurrent cell."""
+"""Rows of a product, a recurrent cell's batch, between which cuBLASLt has the faster kernels."""
 
 _LONG, _WORTH = 2048, 384
-"""Inner elements of a product of a half type from which on it is split, and of a part. Products of 14 and 128 rows by
-2304 x 768 and 3072 x 768 take 0.54 to 0.67 of the time so (H200); of 768 inner elements, as long."""
+"""Inner extents of a half-type product, and of a part, from which on it is split. Split products of 14 and 128 rows by
+2304 x 768 and 3072 x 768 take 0.54 to 0.67 of the time (H200); with an inner extent of 768, as long."""
 
 _FEWEST = 8
-"""Rows from which on a product is split outside of loops: to multiply by fewer is to read the matrix once."""
+"""Rows from which on a product is split outside of loops: with fewer, its time is that of reading the matrix once."""
 
 _NARROW, _MISJUDGED = 128, 2**18
-"""Columns, and elements, of a matrix of which cuBLAS takes 25 to 53 us for a product of 8 or 16 rows that takes
-cuBLASLt 2 to 10 (float32, H200, CUDA 13): with 128 columns; with more, where columns are dense."""
+"""Columns, and elements, of a matrix for which cuBLAS takes 25 to 53 us and cuBLASLt 2 to 10 us for a product of 8 or
+16 rows (float32, H200, CUDA 13): with 128 columns; with more, if columns are dense."""
 
 _UNITS = {"bfloat16": 8, "float16": 8, "float32": 4}
-"""Numbers in 16 bytes. Products of 2048 rows by 1001 x 2048, whose rows begin anywhere, take 4 to 5.6 times as long in
-half types, in TF32 1.9 to 2.7 times; of 16384 by 30522 x 768, 2.4 to 3 and 1.9 to 2.6 times (H200)."""
+"""Numbers in 16 bytes. Products of 2048 misaligned rows by 1001 x 2048 take 4 to 5.6 times as long in half types, 1.9
+to 2.7 times in TF32; of 16384 by 30522 x 768, 2.4 to 3 and 1.9 to 2.6 times (H200)."""
 
 _LARGE, _NARROWEST = 2**31, 512
-"""Multiplications, and extents, from which on copies take less time than they save."""
+"""Multiplications, and extents, from which on padding copies take less time than they save."""
 
 _TILE, _TILES, _INNER, _MOST_PARTS = 64, 128, 128, 16
-"""Rows and columns of a tile of a small product; how many tiles fill a GPU; inner elements that one is worth; parts at
-most, which whoever reads the product adds up."""
+"""Rows and columns of a tile of a small product; number of tiles that fill a GPU; least inner extent of a part; maximum
+number of partials, which the product's consumers add up."""
 
 _MOST_CARRIED = 3 * 2**18
-"""Elements of the matrix of a product whose parts are carried on: an LSTM's of 384 columns. Loops of such products took
-0.72 to 1.08 of the time so (one of 18 took 1.15), of 448 columns the same, of 512 up to 1.06 (H200, 8 to 64 rows)."""
+"""Elements of the matrix of a product whose partials are carried between steps: an LSTM's of 384 columns. Loops of
+these products took 0.72 to 1.08 of the time (one of 18 took 1.15), with 448 columns the same, with 512 up to 1.06
+(H200, 8 to 64 rows)."""
 
 
 @dataclass(frozen=True)
 class CudaProducts:
     """cuBLAS by torch, a :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`.
 
-    The way follows from the shape, and from torch's settings, which are part of the compile options: products of few
-    rows are cuBLASLt's, which eager's linear layers call, too, in TF32 those of a transposed weight, else those of a
-    small matrix. cuBLAS reads and writes transposed matrices as fast, whereas a kernel that transposes reads memory in
-    steps.
+    The algorithm follows from the shape, and from torch's settings, which are part of the compile options. cuBLASLt,
+    which eager's linear layers also call, computes products of few rows: in TF32 with a transposed weight, otherwise
+    with a small matrix. cuBLAS reads and writes transposed matrices as fast, whereas a transposing kernel reads memory
+    with a stride.
 
     Attributes:
-        tf32: whether products of float32 may be rounded to it.
+        tf32: whether float32 products may be rounded to TF32.
     """
 
     tf32: bool = False
@@ -73,7 +73,7 @@ class CudaProducts:
         return self.tf32
 
     widened = frozenset({"bfloat16"})
-    """Not float16, where GradScaler looks for what does not fit into a gradient of that type."""
+    """Without float16, for which GradScaler checks gradients for overflow."""
 
     def choose(self, product: ProductShape) -> str:
         """torch's kernel for matrices, or for batches of them."""
@@ -101,10 +101,10 @@ class CudaProducts:
         return not choices
 
     def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
-        """As many as give each multiprocessor a tile of the result, of an inner axis that is worth one.
+        """Enough partials to give each multiprocessor a tile of the result, with at least ``_INNER`` inner elements.
 
-        Outside of loops twice as many where there are more rows, or where columns are dense. Products of 14 to 64 rows
-        by 768 columns and rows, or four times as many, take 0.48 to 0.87 of the time so (H200).
+        Outside of loops twice as many for many rows, or if columns are dense. Split products of 14 to 64 rows by 768
+        columns and rows, or four times as many, take 0.48 to 0.87 of the time (H200).
         """
         if is_carried and product.k * product.n > _MOST_CARRIED:
             return 1
@@ -131,7 +131,7 @@ class CudaProducts:
         return count
 
     def unit(self, product: ProductShape) -> int:
-        """16 bytes, where the multipliers of matrices compute and the product is worth a copy of its operands."""
+        """16 bytes' elements, if tensor cores compute the product and it is worth copies of its operands."""
         if product.element_type not in _UNITS or (product.element_type == "float32" and not self.tf32):
             return 1
         is_large = product.multiplications >= _LARGE and min(product.m, product.n, product.k) >= _NARROWEST
@@ -155,11 +155,11 @@ NUMBERS = 4
 
 @dataclass(frozen=True)
 class Gpu:
-    """What of a GPU's size the launch depends on.
+    """The size of a GPU, as far as a launch depends on it.
 
     Attributes:
         processors: its multiprocessors.
-        threads: how many threads fit on one of them.
+        threads: maximum threads of a multiprocessor.
     """
 
     processors: int
@@ -171,11 +171,11 @@ class Gpu:
         return self.processors * (self.threads // BLOCK) * BLOCK
 
     def launched(self, count: Dim) -> Dim:
-        """Threads of the launch for so many elements, at least one."""
+        """Threads of the launch for ``count`` elements, at least one."""
         return minimum(self.most_threads, (count + BLOCK - 1) // BLOCK * BLOCK)
 
     def advance(self, count: int) -> int:
-        """What eager adds to the generator's offset."""
+        """Eager's increment of the generator's offset for ``count`` elements."""
         return ((count - 1) // (self.launched(count) * NUMBERS) + 1) * NUMBERS
 
 

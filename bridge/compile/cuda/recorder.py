@@ -1,8 +1,8 @@
 """CUDA's recorder: programs into CUDA graphs, with memory from private pools of torch's allocator.
 
-What a graph needs while it runs (arena block, temporaries of torch's kernels) is shared by all graphs that are recorded
-for one stream: they run in the stream's order, one replay after another. Other runs on the stream, of which several
-threads may have one under way, have blocks of their own.
+All graphs recorded for one stream share working memory (arena block, temporaries of torch's kernels): they run in the
+stream's order, one replay after another. Other runs on the stream, possibly in several threads at once, have blocks of
+their own.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _RECORDING = free_in_children(threading.RLock())
 """Held while a stream is captured."""
 
 _GROWTH = 1.5
-"""Of a block that a stream's recordings share, where a larger one takes its place: earlier recordings keep theirs, and
-all of them together are not much more than the last."""
+"""Growth factor of the block that a stream's recordings share: earlier recordings keep smaller blocks, whose sum is
+then not much more than the last one."""
 
 _SAVED = 0.1
-"""Of the device's time, that steps beside others are expected to save where a graph pays for that alone."""
+"""Expected saving by the second stream, as a part of the device's time, for which alone a graph pays."""
 
 
 class _GraphArena:
-    """The block of a stream's recordings, in the place of a pool; larger programs get a larger one."""
+    """The block of a stream's recordings, in place of a pool; grows for larger programs."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -55,7 +55,7 @@ class _GraphArena:
 
     @torch.inference_mode(False)  # it serves runs of any mode
     def reserve(self, size: int) -> PoolBlock:
-        """The block; whoever records holds it."""
+        """The block; each recording keeps it alive."""
         if self.block is None or self.block.size < size:
             least = 0 if self.block is None else int(_GROWTH * self.block.size)
             self.block = PoolBlock(max(size, least), self._device)
@@ -69,19 +69,19 @@ class _GraphArena:
 
 
 class _Scratch:
-    """Memory of a stream's recordings for what library calls between graphs return, until the replay is over."""
+    """Memory of a stream's recordings for results of library calls between graphs, valid until the replay ends."""
 
     def __init__(self, device: torch.device):
         self._blocks = _GraphArena(device)
         self._used = 0
 
     def begin(self) -> None:
-        """Another recording: no two are replayed together."""
+        """Starts another recording, which reuses the memory: no two are replayed at once."""
         self._used = 0
 
     @torch.inference_mode(False)  # it serves runs of any mode
     def take(self, form: Form) -> torch.Tensor:
-        """Memory that this recording has not taken yet."""
+        """Memory that this recording does not use yet."""
         shape, strides, dtype = form
         size = -(-nbytes(form) // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
         before = self._blocks.block
@@ -97,15 +97,15 @@ class _Scratch:
         return 0 if self._blocks.block is None else self._blocks.block.size
 
     def clear(self) -> None:
-        """Lets go of it; recordings hold what they took."""
+        """Drops the block; recordings keep their parts alive."""
         self._blocks.block = None
 
 
 class _Stream:
-    """What the recordings of one stream share; ``side`` is captured in its place, by nobody else.
+    """State that the recordings of one stream share; ``side`` is captured in the stream's place, and used only here.
 
     Attributes:
-        beside: captured with it, for branches.
+        beside: the second stream, captured with ``side``.
         replaying: held during a replay, which may be several launches.
     """
 
@@ -117,21 +117,21 @@ class _Stream:
 
 
 class Streams:
-    """By device and stream, what their recordings share."""
+    """(device, stream) → the state of its recordings."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[int, int], _Stream] = {}
         self._left: list[_Stream] = []
 
     def of(self, device: torch.device, stream: int) -> _Stream:
-        """Of a stream on a device, which is current."""
+        """The state of a stream on a device, which must be current."""
         found = self._of.get((device.index, stream))
         return found or self._of.setdefault((device.index, stream), _Stream(device))
 
     def leave(self, device: torch.device, stream: int) -> None:
-        """The stream's next recordings share something new: a capture that failed may have left its side stream unfit.
+        """Gives the stream's next recordings a new state: a failed capture may have left its side stream unusable.
 
-        What cuBLAS works in may lie in the old one's memory, which stays.
+        The old state is kept: cuBLAS's workspace may be in its memory.
         """
         found = self._of.pop((device.index, stream), None)
         if found is not None:
@@ -149,14 +149,14 @@ class Streams:
         )
 
     def clear(self) -> None:
-        """Lets go of the blocks; recordings hold theirs."""
+        """Drops the blocks; recordings keep theirs."""
         for each in tuple(self._of.values()):
             each.arena.block = None
             each.scratch.clear()
 
 
 STREAMS = SESSION.cache("programs", Streams())
-"""Of this process."""
+"""The process's streams."""
 
 
 class CudaRecorder:
@@ -216,7 +216,7 @@ class CudaRecorder:
         branches = _branches(self._program.beside.spans, shared) if self._program.beside.spans else None
         launch = partial(_launched, stream=stream, execute=execute)
         pieces = PiecewiseGraphs(partial(self._captured, shared), launch)
-        # collecting garbage may free memory of the device, which is not allowed during a capture
+        # garbage collection may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
             try:
                 with pieces, execute.recorded_by(pieces, shared.scratch.take, copies, branches, True):
@@ -224,7 +224,7 @@ class CudaRecorder:
                     for place, memory in copies:
                         if results[place] is not memory:
                             memory.copy_(results[place])
-                    del results  # temporaries are given back while they are the stream's
+                    del results  # frees temporaries while the stream's pool is current
             except BaseException:
                 STREAMS.leave(self._device, stream)
                 raise
@@ -232,7 +232,7 @@ class CudaRecorder:
 
     @contextmanager
     def _captured(self, shared: _Stream) -> Iterator[list[ExecutableGraph]]:
-        """What this thread launches goes into a graph, for which it may allocate."""
+        """Captures this thread's launches into a graph; allocations come from the stream's pool."""
         with torch.cuda.stream(shared.side), shared.temporaries:
             _require_memory_of(shared.temporaries)
             with captured(shared.side.cuda_stream) as made:
@@ -240,7 +240,7 @@ class CudaRecorder:
 
 
 def _branches(steps: Collection[int], shared: _Stream) -> SecondStream:
-    """SecondStream of these steps on a stream's two."""
+    """The :class:`SecondStream` for these steps, on a stream's two captured streams."""
     streams = shared.side, shared.beside
     return SecondStream(
         steps,
@@ -251,7 +251,7 @@ def _branches(steps: Collection[int], shared: _Stream) -> SecondStream:
 
 
 def _launched(graph: ExecutableGraph, stream: int, execute: PiecewiseExecutor) -> Replay:
-    """What launches a graph of a run, with the states of a call where it brings some."""
+    """The launch of a run's graph; updates generators' states first if the graph copies them."""
     launch, brought = graph.launcher(stream), execute.brought
     anew = bring_anew(graph, list(brought.values())) if execute.captures_states else None
     if anew is None:
@@ -265,7 +265,7 @@ def _launched(graph: ExecutableGraph, stream: int, execute: PiecewiseExecutor) -
 
 
 def _replay(parts: Sequence[Replay], replaying: AbstractContextManager, needs: object) -> Replay:
-    """The parts one after another, with nobody's in between; ``needs``: what is to live as long."""
+    """Runs the parts in order, exclusively; ``needs``: kept alive with the function."""
 
     def replay(given: Sequence[torch.Tensor], _needs: object = needs) -> None:
         with replaying:
@@ -276,7 +276,7 @@ def _replay(parts: Sequence[Replay], replaying: AbstractContextManager, needs: o
 
 
 def _require_memory_of(pool: PrivatePool) -> None:
-    """``RuntimeError`` if this thread's memory comes from elsewhere: a pool that the user has put in use goes first,
-    and what a graph needs while it runs would be handed to others."""
+    """``RuntimeError`` if this thread allocates elsewhere: a pool that the user has put in use takes precedence, and
+    would hand the graph's working memory to others."""
     if not takes_from(pool.segments):
         raise RuntimeError("memory comes from a pool that is not ours")

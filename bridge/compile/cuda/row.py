@@ -1,17 +1,13 @@
 """Row kernels on a GPU: a row plan with reductions → its launches.
 
-Task parts: what the groups of a block have of a column reduction → the task's part of it, in memory.
-The groups put their numbers into shared memory; then each group takes whole vectors of columns, combines what all
-groups have of them by halves, and stores the result. A column's combination is one thread's and its order follows from
-the number of groups alone.
+Rows alone: a group of threads for each row. If columns are reduced as well, or a row's buffers are in scratch memory: a
+block for each task, whose groups take the task's rows in turn; a second launch combines the tasks' partials of column
+reductions, see :mod:`bridge.compile.cuda.columns`. For rows of dynamic length a launch chooses between two variants:
+warps take short rows, and keep the values for later passes in registers.
 
-Row kernels: a row plan with reductions → its launches.
-Rows alone: a group of threads for each. Where rows are reduced as well, or a row's buffers lie in scratch memory: a
-block for each task, whose groups take the task's rows in turn; what a task has of a column reduction is combined by a
-second launch, see :mod:`bridge.compile.cuda.columns`.
-
-Of rows whose length is the launch's there are two forms, of which the launch takes one: short rows are walked by warps,
-which keep in registers what a later pass reads.
+Task partials: the groups' partials of a column reduction → the task's partial, in memory. The groups write their
+numbers to shared memory; then each group takes whole vectors of columns, combines all groups' numbers by halves, and
+stores the result. One thread combines a column, in an order that follows from the number of groups alone.
 """
 
 from __future__ import annotations
@@ -46,31 +42,31 @@ from bridge.compile.schedule.row_plan import KernelBuffers, RowPass, RowPlan
 __all__ = ["SHORT_ROW", "RowVariant", "TaskPartials", "emit_row", "row_launch", "rows"]
 
 _UNROLLED = 16
-"""Turns of a loop over a row at most that is unrolled, so that what a thread keeps is in registers."""
+"""Maximum iterations of an unrolled loop over a row; unrolling keeps a thread's values in registers."""
 
 _SHORT_TURNS = 8
 
 _HELD = 64
-"""Numbers of columns at most that a thread with wider vectors holds: two batch normalizations that are added have 88,
-and would leave a processor a block of threads."""
+"""Maximum numbers of columns in registers of a thread with wider vectors: two added batch normalizations have 88, which
+would cost a multiprocessor a block of threads."""
 
 _ENOUGH_BYTES = 96
-"""Of a row, that a thread reads: a block of one row is enough then to keep memory busy, and none waits for another."""
+"""Bytes of a row per thread: with as many, a block of one row keeps memory busy, and no row waits for another."""
 
 SHORT_ROW = WARP * _SHORT_TURNS
-"""Elements at most of a row whose length is the launch's, that a warp walks: each turn is code of its own, which NVRTC
-takes its time for."""
+"""Maximum elements of a row of dynamic length that a warp takes: each turn is code of its own, which costs NVRTC
+time."""
 
 
 @dataclass(frozen=True)
 class RowVariant:
-    """How a group of threads walks a row.
+    """The distribution of a row over a group of threads.
 
     Attributes:
         threads, groups: see :mod:`bridge.compile.cuda.limits`.
         lanes: of a vector.
-        turns: vectors that a thread takes at most; ``None`` where the length is the launch's.
-        tile: the one turn that this block takes; ``None``: all of them.
+        turns: maximum vectors of a thread; ``None`` for a dynamic length.
+        tile: the one turn that this block takes; ``None``: all turns.
     """
 
     threads: int
@@ -92,10 +88,11 @@ class RowVariant:
         return form.widened(plan) if combines_columns_alone(plan) else form
 
     def widened(self, plan: RowPlan) -> RowVariant:
-        """The same groups with vectors of twice the lanes, where all that differs from row to row is of half types,
-        which then are accesses of :data:`ACCESS_BYTES`, and where no more of a turn is behind the row's end. Slow
-        operators keep the threads busy as it is: of fewer vectors, fewer blocks share them. So do numbers of columns
-        that a thread has in registers from row to row: with too many, few threads have any."""
+        """The same groups with vectors of twice the lanes, if that is profitable; else this variant.
+
+        All per-row operands must be half types, whose vectors then are accesses of :data:`ACCESS_BYTES`, and no more of
+        a turn may exceed the row. Not with slow operators, which already keep the threads busy: with fewer vectors,
+        fewer blocks share them. Not with many column values in registers across rows: then few threads would fit."""
         lanes, length = 2 * self.lanes, plan.length
         if self.lanes != VECTOR or not isinstance(length, int) or plan.columns[-1] % lanes or any(plan.concats):
             return self
@@ -109,22 +106,22 @@ class RowVariant:
 
     @classmethod
     def short(cls) -> RowVariant:
-        """Of rows whose length is the launch's, and no more than :data:`SHORT_ROW`."""
+        """The variant for rows of dynamic length, at most :data:`SHORT_ROW`."""
         return cls(WARP, BLOCK_THREADS // WARP, 1, _SHORT_TURNS)
 
     @property
     def kept(self) -> int | None:
-        """Elements of a row that a thread meets at most."""
+        """Maximum elements of a row for a thread."""
         if self.tile is not None:
             return self.lanes
         return None if self.turns is None else self.turns * self.lanes
 
     def of_tile(self, tile: Expr) -> RowVariant:
-        """The same walk, of which a block takes one turn."""
+        """This variant with one turn per block."""
         return replace(self, tile=tile)
 
     def in_turns(self, number: LaunchArguments, body: Callable[[Expr, Expr], list[Stmt]]) -> Stmt:
-        """``body(turn, slot)`` for the block's turns; ``slot`` counts the elements that a thread meets."""
+        """``body(turn, slot)`` for the block's turns; ``slot``: number of the thread's first element in a turn."""
         if self.tile is not None:
             return sequence(body(self.tile, number(0)))
         turn = Var("turn", number.index_type)
@@ -132,7 +129,7 @@ class RowVariant:
         return For(turn, number(0), number(self.turns), kind, sequence(body(turn, turn * number(self.lanes))))
 
     def loop(self, plan: RowPlan, number: LaunchArguments, thread: Expr, body) -> Stmt:
-        """``body(emitter, position, slot)`` for the thread's vectors; ``slot`` counts the elements that it meets."""
+        """``body(emitter, position, slot)`` for the thread's vectors; ``slot``: number of the thread's element."""
         wide = self.threads * self.lanes
 
         def vector(turn: Expr, slot: Expr) -> list[Stmt]:
@@ -152,8 +149,8 @@ class RowVariant:
 
 
 def combines_columns_alone(plan: RowPlan) -> bool:
-    """Whether nothing of a row is combined, kept from one pass to another, or stored: what there is one of in each row
-    is computed of numbers that are there, by whoever needs it."""
+    """Whether only columns are combined: no row reduction, no cached value, no stored per-row value. Each thread then
+    computes the per-row values that it needs."""
     apart = plan.column_reductions and plan.buffer_row is None and not any(plan.cached)
     if not apart or any(node.reduces == "row" for node in plan.nodes):
         return False
@@ -161,27 +158,27 @@ def combines_columns_alone(plan: RowPlan) -> bool:
 
 
 def _of_columns(plan: RowPlan) -> int:
-    """Registers for numbers of a column that are the same for all rows, or combine them; fourfold in float64, whose
-    arithmetic has more beside them."""
+    """Registers for values of a column that are the same for all rows, or that accumulate it; float64 counts fourfold,
+    because of its arithmetic's temporaries."""
     wide = sum(plan.nodes[node].dtype == "float64" for node in plan.column_reductions)
     held = len(plan.column_reductions) + 3 * wide
     return held + sum(any(each.access.columns) and not each.access.terms for each in plan.reads)
 
 
 def _read_bytes(plan: RowPlan) -> int:
-    """Bytes that a thread reads of each of a row's elements, without what all rows share."""
+    """Bytes per element of a row that a thread reads, without operands that all rows share."""
     return sum(itemsize(plan.dtype(each)) for each in plan.reads if each.access.terms and any(each.access.columns))
 
 
 def _widest(plan: RowPlan) -> int:
-    """Bytes of an element at most, of what differs from row to row: results, and inputs that have rows."""
+    """Maximum bytes of an element of per-row operands: results, and inputs with rows."""
     stored = [plan.nodes[node].dtype for node in plan.outputs if not plan.nodes[node].reduces]
     read = [plan.dtype(each) for each in plan.reads if each.access.terms]
     return max(map(itemsize, [*stored, *read]), default=VECTOR)
 
 
 def emit_row(scope: ThreadScope, form: RowVariant, team: Team, row: Expr) -> list[Stmt]:
-    """The code of one row; per-row values are computed by every thread of the group."""
+    """The code of one row; every thread of the group computes the per-row values."""
     scope.start(row)
     stmts: list[Stmt] = []
     for index, row_pass in enumerate(scope.plan.passes):
@@ -208,7 +205,7 @@ def _pass(scope: ThreadScope, form: RowVariant, team: Team, index: int, row_pass
         return column_steps(scope, index, form.lanes, position, slot, accumulators)
 
     loop = form.loop(plan, number, team.thread, vector)
-    hoisted = scope.taken()  # per-row loads that the steps asked for
+    hoisted = scope.taken()  # per-row loads of the steps
     parts = [
         (plan.nodes[node].op, str(buffer.dtype), _folded(scope, node, buffer)) for node, buffer in accumulators.items()
     ]
@@ -218,7 +215,7 @@ def _pass(scope: ThreadScope, form: RowVariant, team: Team, index: int, row_pass
 
 
 def _folded(scope: ThreadScope, node: int, buffer: Buffer) -> Expr:
-    """A thread's lanes, combined by halves."""
+    """Combines a thread's lanes by halves."""
     head, op = scope.head, scope.plan.nodes[node].op
     lanes = [BufferLoad(buffer, [scope.number(k)]) for k in range(int(buffer.shape[0]))]
     while len(lanes) > 1:
@@ -228,14 +225,14 @@ def _folded(scope: ThreadScope, node: int, buffer: Buffer) -> Expr:
 
 
 class TaskPartials:
-    """Storing of a block's parts.
+    """Stores a block's partials.
 
     Args:
-        form: of the rows, with a bound for how many turns there are.
-        group, thread: which one of the block this is.
-        task: which part it is.
+        form: of the rows, with a bounded number of turns.
+        group, thread: indices in the block.
+        task: index of the task's partial.
         length: elements of a row.
-        together: turns whose parts shared memory has room for at once
+        together: turns whose partials fit in shared memory at once
             (:func:`bridge.compile.cuda.build.turns_together`).
     """
 
@@ -258,7 +255,7 @@ class TaskPartials:
             self.turns = [(number(turn), turn) for turn in range(form.turns)]
 
     def stored(self, kept: Buffer, memory: Buffer, op: str) -> list[Stmt]:
-        """What each thread has in ``kept``, combined, in ``memory``."""
+        """Combines the threads' values in ``kept``, and stores them in ``memory``."""
         form, dtype = self.form, str(kept.dtype)
         width = min(form.lanes, ACCESS_BYTES // itemsize(dtype))
         if form.groups == 1:
@@ -274,7 +271,7 @@ class TaskPartials:
     def _together(
         self, kept: Buffer, memory: Buffer, op: str, turns: list[tuple[Expr, int]], width: int, room: int
     ) -> list[Stmt]:
-        """The parts of some turns, between the same barriers, in shared memory with room for so many."""
+        """Stores the partials of some turns between the same barriers; shared memory has room for ``room`` turns."""
         form, number, dtype = self.form, self.number, str(kept.dtype)
         shared = self.shared(dtype, size=room * form.groups * form.threads * form.lanes)
         stmts: list[Stmt] = [synchronize()]
@@ -290,7 +287,7 @@ class TaskPartials:
         return stmts
 
     def _combined(self, shared: Buffer, memory: Buffer, op: str, at: Expr, turn: Expr, width: int) -> list[Stmt]:
-        """All groups' numbers of one turn, by halves."""
+        """Combines all groups' numbers of one turn by halves."""
         form, number, dtype, e = self.form, self.number, str(shared.dtype), CudaEmitter()
         locals_ = []
         for member in range(form.groups):
@@ -309,7 +306,7 @@ class TaskPartials:
         return [*e.stmts, *self._copies(locals_[0], self._kept(0, width), memory, self._places(turn, width))]
 
     def _inside(self, turn: Expr, stmts: list[Stmt]) -> Stmt:
-        """Statements for a turn's columns, as far as there are any."""
+        """Statements for a turn's columns, as far as they exist."""
         form, number = self.form, self.number
         if form.turns is not None and form.turns * form.threads * form.lanes == self.length:
             return sequence(stmts)
@@ -317,36 +314,36 @@ class TaskPartials:
         return IfThenElse(position < number(self.length), sequence(stmts), None)
 
     def _copies(self, source: Buffer, there: Iterator[Expr], target: Buffer, here: Iterator[Expr]) -> list[Stmt]:
-        """One vector, access by access."""
+        """Copies one vector, access by access."""
         return [BufferStore(target, BufferLoad(source, [a]), [b]) for a, b in zip(there, here, strict=True)]
 
     def _kept(self, index: int, width: int) -> Iterator[Expr]:
-        """Where a thread has its ``index``-th vector."""
+        """Indices of a thread's ``index``-th vector in its own array."""
         number, lanes = self.number, self.form.lanes
         return (vector_at(number(index * lanes + first), width) for first in range(0, lanes, width))
 
     def _shared(self, at: Expr, group: Expr, width: int) -> Iterator[Expr]:
-        """Where a group's vector lies in shared memory."""
+        """Indices of a group's vector in shared memory."""
         number, form = self.number, self.form
         vector = (at * number(form.groups) + group) * number(form.threads) + self.thread
         return self._pieces(vector, width)
 
     def _places(self, turn: Expr, width: int) -> Iterator[Expr]:
-        """Where the vector of a turn lies in the task's part."""
+        """Indices of a turn's vector in the task's partial."""
         number, form = self.number, self.form
         vectors = self.length // form.lanes if isinstance(self.length, int) else self.length  # whose lanes are one
         vector = self.task * number(vectors) + turn * number(form.threads) + self.thread
         return self._pieces(vector, width)
 
     def _pieces(self, vector: Expr, width: int) -> Iterator[Expr]:
-        """Accesses of a vector of that index, written as multiples of their width: see :mod:`.step`."""
+        """Accesses of a vector, with indices as multiples of the width: see :meth:`ThreadStep._pieces`."""
         number, pieces = self.number, self.form.lanes // width
         first = vector if pieces == 1 else vector * number(pieces)
         return (vector_at((first + number(piece)) * number(width), width) for piece in range(pieces))
 
 
 _REGISTERS = 64
-"""Numbers of a column reduction at most that a thread keeps for itself; of longer rows they lie in scratch memory."""
+"""Maximum numbers of a column reduction in a thread's registers; for longer rows they are in scratch memory."""
 
 
 def rows(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool) -> list[Stmt]:
@@ -356,7 +353,7 @@ def rows(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: 
 
 
 def row_launch(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool = False) -> Stmt:
-    """The launch that walks the rows; of columns it leaves parts."""
+    """The launch over the rows; leaves partials of column reductions."""
     launch = _Rows(plan, buffers, number, plain, RowVariant.of(plan)).launch()
     if isinstance(plan.length, int):
         return launch
@@ -365,9 +362,9 @@ def row_launch(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, p
 
 
 def _tiles(plan: RowPlan, form: RowVariant, number: LaunchArguments) -> Expr | None:
-    """How many blocks share a task's rows, each with the columns of one turn: nothing else of a row is combined.
+    """The number of blocks that share a task's rows, each with one turn's columns; ``None``: one block.
 
-    A column's sum is the same one, for its elements are the same threads'. ``None``: one block.
+    Only if nothing else of a row is combined. A column's sum keeps its order: the same threads have its elements.
     """
     if not combines_columns_alone(plan) or form.turns == 1:
         return None
@@ -376,10 +373,10 @@ def _tiles(plan: RowPlan, form: RowVariant, number: LaunchArguments) -> Expr | N
 
 
 class _Rows:
-    """The rows' launch, in one form.
+    """The launch over the rows, in one variant.
 
     Attributes:
-        in_memory: whether what is kept between passes lies in scratch memory, which each task has of its own.
+        in_memory: whether cached values are in scratch memory, one row per task.
     """
 
     def __init__(
@@ -406,9 +403,9 @@ class _Rows:
         return team, ThreadScope(self.plan, self.buffers, self.number, tirx.EQ(thread, self.number(0)))
 
     def _turn(self, scope: ThreadScope, group: Expr, turn: Expr, count: Expr) -> Expr:
-        """The row, of ``count``, that a group takes in a turn.
+        """The row of ``count`` that a group takes in a turn.
 
-        Groups behind the last repeat it, so that all reach every barrier, and store nothing.
+        Groups after the last row repeat it, to reach every barrier, and store nothing.
         """
         first = turn * self.number(self.form.groups)
         if self.form.groups == 1:
@@ -447,7 +444,7 @@ class _Rows:
         return sequence([*names.stmts, *allocations, *first, loop, *self._partials(scope, team, False, task)])
 
     def _keep(self, scope: ThreadScope, task: Expr) -> list[Stmt]:
-        """Makes room for what a thread keeps: between passes, and of column reductions."""
+        """Allocates a thread's cached values, early reads and partials of column reductions."""
         plan, number, form, kept = self.plan, self.number, self.form, self.form.kept
         allocations: list[Stmt] = []
         for node in plan.cached:
@@ -471,7 +468,7 @@ class _Rows:
         return allocations
 
     def _partials(self, scope: ThreadScope, team: Team, first: bool, task: Expr) -> list[Stmt]:
-        """Fills the parts of column reductions with identities, or stores those that the thread keeps."""
+        """Fills the partials of column reductions with identities (``first``), or stores the partials in registers."""
         plan, number, form, stmts = self.plan, self.number, self.form, []
         together = turns_together(plan, form.threads, form.groups, form.lanes)
         for node, kept in scope.partial.items():

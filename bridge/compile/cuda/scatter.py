@@ -1,9 +1,9 @@
-"""Rows added up where their indices say: a plan → a launch that fills zeros, and sorts indices, one that adds rows.
+"""Scatter sums: a plan → a launch that fills zeros and sorts indices, and one that adds rows.
 
-A key is an index and a place, ``index * length + place``: all keys differ, and how many are smaller is a key's rank in
-the sorted order. Each is compared with all the others, which for the rows of a batch takes less than the launches of a
-sort do; the keys of more come sorted. What has one index is a segment of the order, added up by the threads of one
-reducer; a long one by those of all reducers of the block that it begins in.
+A key is an index and a place, ``index * length + place``: all keys differ, and a key's rank in the sorted order is the
+number of smaller keys. Each key is compared with all others, which for the rows of a batch takes less time than a
+sort's launches; more keys come sorted. The places of one index are a segment of the order, which the threads of one
+reducer add up; all reducers of the block that a long segment begins in add it up.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from bridge.compile.loop_ir.operations import ScatterPlan
 __all__ = ["scatter", "sorts"]
 
 _MOST_ROWS = 2**14
-"""All of whose keys are compared: more of them than sorts take longer for."""
+"""Maximum rows for which all keys are compared: beyond, a sort is faster."""
 
 _MOST_WRAPPED = 2**13
-"""Where indices may count from the end: torch's kernel for these sorts by as many bits as they have, and takes as long
-as ours with a sort before (16,000 rows of 128 0.8, 100,000 1.04 of its time; H200)."""
+"""Maximum rows if negative indices are allowed: torch's kernel for these sorts only by the indices' bits, and is as
+fast as ours after a sort (0.8 of its time for 16,000 rows of 128, 1.04 for 100,000; H200)."""
 
 _GROUPS = BLOCK_THREADS // WARP
-"""Parts of the keys that a warp's are compared with, each by a warp of its own."""
+"""Parts of the keys to compare with, one for each warp of a block."""
 
 _TILE = 1024
 """Keys that a block has in shared memory at a time."""
@@ -50,21 +50,21 @@ _FILLED = 8
 """Vectors of zeros that a thread writes."""
 
 _SEGMENT_THREADS = 4
-"""Neighbours at most that add up a segment together: 64 bytes of a row; the fewer, the more blocks share a long one."""
+"""Maximum adjacent threads per segment: 64 bytes of a row; fewer threads let more blocks share a long segment."""
 
 _SHORT, _LONG = 4, 16
-"""Rows that a thread asks for at once: of a short segment, and of a long one."""
+"""Rows that a thread loads at once: of a short segment, and of a long one."""
 
 
 def sorts(plan: ScatterPlan, length: int) -> bool:
-    """Whether keys of ``length`` rows are better sorted before."""
+    """Whether keys of ``length`` rows should be sorted first."""
     return not plan.wraps and length > _MOST_ROWS
 
 
 def scatter(plan: ScatterPlan, length: int) -> PrimFunc | None:
-    """The kernel: rows, indices, the table, memory for sorted keys and one more; or rows, those keys, the table.
+    """The kernel; parameters: rows, indices, the table, memory for sorted keys and one more; or rows, keys, the table.
 
-    ``None`` where the library is as quick for ``length`` rows.
+    ``None`` if the library is as fast for ``length`` rows.
     """
     return None if plan.wraps and length > _MOST_WRAPPED else _ScatterKernel(plan).build()
 
@@ -92,7 +92,7 @@ class _ScatterKernel:
     # ---- the first launch
 
     def _sort_and_fill(self) -> Stmt:
-        """Blocks that sort, if any do, and behind them those that fill the table with zeros."""
+        """The sorting blocks, if any, followed by blocks that fill the table with zeros."""
         plan, number = self.plan, self.number
         vectors = plan.table * plan.columns // self.lanes
         sorting = number(0) if plan.is_sorted else portions(self.length, WARP)
@@ -120,7 +120,7 @@ class _ScatterKernel:
         return e.stmts
 
     def _sort(self, block: Expr, group: Expr, thread: Expr, shared: SharedMemory) -> list[Stmt]:
-        """Ranks of the keys of a warp, of which each warp of the block counts a part."""
+        """Ranks of a warp's keys, of which each warp of the block counts a part."""
         number, e = self.number, CudaEmitter()
         index_type = number.index_type
         place = e.name_index(block * number(WARP) + thread, "place")
@@ -161,11 +161,11 @@ class _ScatterKernel:
 
     @property
     def _behind(self) -> Expr:
-        """Larger than every key."""
+        """A number larger than every key."""
         return self.number(self.plan.table) * self.length
 
     def _key(self, e: CudaEmitter, place: Expr) -> Expr:
-        """Of a place."""
+        """The key of a place."""
         plan, number = self.plan, self.number
         index: Expr = e.name_index(tirx.Cast(number.index_type, BufferLoad(self.indices, [place])), "index")
         if plan.wraps:
@@ -175,7 +175,7 @@ class _ScatterKernel:
     # ---- the second launch
 
     def _add(self) -> Stmt:
-        """Blocks of as many places of the order as there are reducers, by columns that neighbours add up."""
+        """Blocks of as many places of the order as there are reducers, for the columns that adjacent threads add up."""
         plan, number = self.plan, self.number
         width = self.threads * self.lanes
         across = -(-plan.columns // width)
@@ -194,7 +194,7 @@ class _ScatterKernel:
     def _segments(self, window: Expr, reducer: Expr, thread: Expr, vector: Expr, shared: SharedMemory) -> list[Stmt]:
         plan, number, e = self.plan, self.number, CudaEmitter()
         index_type = number.index_type
-        long = shared(index_type, 0, 1)  # where a long segment begins: one at most does in as many places as it has
+        long = shared(index_type, 0, 1)  # where a long segment begins: at most one does within a block's places
         nobody = self.length
         first_thread = tirx.And(tirx.EQ(reducer, number(0)), tirx.EQ(thread, number(0)))
         e.stmts += [IfThenElse(first_thread, BufferStore(long, nobody, [number(0)]), None), synchronize()]
@@ -218,14 +218,14 @@ class _ScatterKernel:
         return e.stmts
 
     def _segment(self, e: CudaEmitter, place: Expr) -> tuple[Expr, Expr, Expr]:
-        """The least key of the segment that a place of the order is in, the first that is too large, the index."""
+        """The segment of a place of the order: its least possible key, the first key after it, its index."""
         key = e.bind(BufferLoad(self.order, [place]), "key")
         row = e.name_index(tirx.truncdiv(key, self.length), "row")
         begin = e.name_index(row * self.length, "begin")
         return begin, e.name_index(begin + self.length, "end"), row
 
     def _short(self, place: Expr, begin: Expr, end: Expr, row: Expr, vector: Expr) -> list[Stmt]:
-        """Adds a segment up, and stores it."""
+        """Adds up a segment, and stores the sum."""
         e = CudaEmitter()
         total = self._total(e)
         e.stmts.append(self._added(total, place, self.number(1), begin, end, vector, _SHORT))
@@ -257,7 +257,7 @@ class _ScatterKernel:
         return e.stmts
 
     def _total(self, e: CudaEmitter) -> Buffer:
-        """Sums of as many columns as there are lanes."""
+        """Allocates zeroed sums of as many columns as there are lanes."""
         dtype = compute_type(self.plan.dtype)
         total, allocation = local_buffer(self.lanes, dtype, "total")
         zeros = (BufferStore(total, e.const(0, dtype), [self.number(lane)]) for lane in range(self.lanes))
@@ -267,7 +267,7 @@ class _ScatterKernel:
     def _added(
         self, total: Buffer, first: Expr, step: Expr, begin: Expr, end: Expr, vector: Expr, together: int
     ) -> Stmt:
-        """Adds the rows of a segment at the places ``first, first + step, …``, ``together`` of which are asked for."""
+        """Adds the rows of a segment at places ``first, first + step, …``; loads ``together`` of them at once."""
         plan, number = self.plan, self.number
         at, allocation = local_buffer(1, number.index_type, "at")
         zero = [number(0)]
@@ -279,7 +279,7 @@ class _ScatterKernel:
         here = inside.bind(BufferLoad(at, zero), "here")
         keys = [inside.bind(key(here + step * number(each)), "key") for each in range(together)]
         loaded = []
-        for each in keys:  # where the segment has ended, its row of this turn again: it is in a cache
+        for each in keys:  # after the segment's end, the row of this turn again: it is in a cache
             place = tirx.Select(each < end, each, keys[0]) - begin
             local, its = local_buffer(self.lanes, str(self.rows.dtype), "x")
             row = inside.name_index(place * number(plan.columns // self.lanes) + vector, "from")
@@ -293,7 +293,7 @@ class _ScatterKernel:
         return sequence([allocation, BufferStore(at, first, zero), going])
 
     def _plus(self, total: Buffer, local: Buffer) -> Sequence[Stmt]:
-        """A row's columns, added to their sums."""
+        """Adds a row's columns to their sums."""
         e, dtype = CudaEmitter(), compute_type(self.plan.dtype)
         for lane in range(self.lanes):
             at = [self.number(lane)]
@@ -302,7 +302,7 @@ class _ScatterKernel:
         return e.stmts
 
     def _stored(self, total: Buffer, row: Expr, vector: Expr) -> list[Stmt]:
-        """The sums, rounded, in the table."""
+        """Stores the sums, rounded, in the table."""
         number, e = self.number, CudaEmitter()
         made, allocation = local_buffer(self.lanes, str(self.table.dtype), "y")
         e.stmts.append(allocation)
@@ -314,5 +314,5 @@ class _ScatterKernel:
         return e.stmts
 
     def _vector(self, vector: Expr) -> Expr:
-        """Where a vector's elements lie."""
+        """The indices of a vector's elements."""
         return vector_at(vector * self.number(self.lanes), self.lanes)

@@ -1,17 +1,16 @@
-"""Vector steps: a vector of a pass over the row → loads, a loop of its lanes, stores, in one thread.
+"""Vector steps: a vector of a pass over the row → loads, a loop over its lanes, stores, in one thread.
 
-Reads ahead: what a later pass reads alike in all rows → read in the first pass, beside the row itself.
-A norm's weight is asked for while the row is on its way, not once its statistics are there: each wait for memory is
-some hundred cycles, in which the threads of a few rows have nothing else to do.
+Vectors are loaded and stored as a whole if they are aligned, which the code checks unless the plan implies it;
+arithmetic is scalar, lane by lane.
 
-Masks vector by vector: a computed mask whose lanes take the numbers of one call of the generator → that call, once.
-A thread of eager's kernel that loads four elements or eight decides about four neighbours with one call's four numbers,
-and so does attention's, which takes one sequence of them. Our thread takes the same four where its vectors begin at
-multiples of four.
+Early reads: operands of a later pass that all rows share → read in the first pass, with the row itself. A norm's weight
+is then loaded while the row is in flight, not after its statistics: each wait for memory is some hundred cycles, in
+which the threads of a few rows have nothing else to do.
 
-Vector step: one vector of a pass over the row → loads, a loop of its lanes, stores, in one thread.
-Vectors are loaded and stored as a whole where they lie at a multiple of their size, which the code asks wherever the
-plan does not say it; arithmetic is scalar, lane by lane.
+Masks vector by vector: a recomputed dropout mask whose lanes share one call of the generator → that call, once. A
+thread of eager's kernel that loads four or eight elements uses one call's four numbers for four adjacent elements, as
+does attention's, with one sequence of numbers. Our thread computes the same four if its vectors begin at multiples of
+four.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ __all__ = ["RowBuffer", "ThreadScope", "ThreadStep", "column_steps", "drawn_vect
 __all__ += ["kernel_buffers", "reads_ahead"]
 
 _MOST_BYTES = 256
-"""That a thread keeps for later passes at most: 64 registers."""
+"""Maximum bytes that a thread caches for later passes: 64 registers."""
 
 
 def first_pass(plan: RowPlan) -> int:
-    """The index of the first pass in which something is done."""
+    """The index of the first pass that is not empty."""
     return next(index for index, each in enumerate(plan.passes) if each)
 
 
 def reads_ahead(plan: RowPlan, kept: int | None) -> list[InputElement]:
-    """Vectors to read in the first pass; none where rows are walked for sums of columns, and keep what is alike.
+    """Vectors to read in the first pass; none in column reductions, which already keep values that all rows share.
 
     Args:
-        kept: elements of a row that a thread meets; ``None``: nobody knows.
+        kept: maximum elements of a row for a thread; ``None``: unknown.
     """
     if kept is None or plan.column_reductions or any(plan.concats):
         return []
@@ -75,7 +74,7 @@ def _is_vector_of_all_rows(read: InputElement) -> bool:
 
 
 def _reads(plan: RowPlan, index: int) -> list[InputElement]:
-    """What a pass reads to compute elements, in order."""
+    """The elements that a pass reads, in order."""
     row_pass = plan.passes[index]
     if not row_pass:
         return []
@@ -105,18 +104,18 @@ def _reads(plan: RowPlan, index: int) -> list[InputElement]:
 
 @dataclass(frozen=True)
 class RowBuffer:
-    """Numbers that a thread keeps for each of its elements of a row.
+    """A thread's values for each of its elements of a row.
 
     Attributes:
         buffer: the thread's own array; or memory of all rows or tasks.
-        base: index of the row's first element in memory; ``None``: the thread's own, in the order of its turns.
+        base: index of the row's first element in memory; ``None``: the thread's own array, in the order of its turns.
     """
 
     buffer: Buffer
     base: Expr | None = None
 
     def at(self, slot: Expr, position: Expr) -> Expr:
-        """Index of the element that the thread meets as its ``slot``-th, at ``position`` of the row."""
+        """Index of the thread's ``slot``-th element, which is at ``position`` of the row."""
         return slot if self.base is None else self.base + position
 
 
@@ -125,10 +124,10 @@ class ThreadScope(RowValues):
 
     Attributes:
         leads: whether the thread stores the row's own results.
-        valid: whether the row is one at all, and not a repetition for a group without one; ``None``: always.
-        cached: elementwise values kept for later passes, by node.
-        partial: parts of column reductions, by node.
-        ahead: what is the same for all rows and is read in the first pass for a later one, as stored.
+        valid: whether the row exists, and is no repetition for an idle group; ``None``: always.
+        cached: elementwise values cached for later passes, by node.
+        partial: partials of column reductions, by node.
+        ahead: operands that all rows share, read in the first pass for a later one, as stored.
     """
 
     head: CudaEmitter
@@ -146,17 +145,17 @@ class ThreadScope(RowValues):
         self.head.stmts.append(IfThenElse(alone, store, None))
 
     def if_valid(self, stmt: Stmt) -> Stmt:
-        """A statement for rows only, not for repetitions of one."""
+        """Guards a statement against repetitions of a row."""
         return stmt if self.valid is None else IfThenElse(self.valid, stmt, None)
 
     def taken(self) -> list[Stmt]:
-        """The statements emitted so far, which the head forgets."""
+        """Removes and returns the head's statements emitted so far."""
         stmts, self.head.stmts = self.head.stmts, []
         return stmts
 
 
 def kernel_buffers(plan: RowPlan, suffix: str = "") -> KernelBuffers:
-    """The kernel's memory, in the order of its parameters; ``suffix`` of their names."""
+    """The kernel's memory, in the order of its parameters; ``suffix``: of their names."""
 
     def buffer(dtype: str, name: str) -> Buffer:
         return flat_buffer(storage_type(dtype), name + suffix, plan.index_type)
@@ -172,13 +171,13 @@ def kernel_buffers(plan: RowPlan, suffix: str = "") -> KernelBuffers:
 
 
 def is_at_multiples(access: Access, count: int) -> bool:
-    """Whether it is known that vectors of so many elements begin at multiples of their number."""
+    """Whether vectors of ``count`` elements are known to begin at multiples of ``count``."""
     known = [access.offset, *(term.stride for term in access.terms), *access.columns[:-1]]
     return all(isinstance(each, int) and each % count == 0 for each in known)
 
 
 def drawn_vector(step: ThreadStep, node: Compute) -> Expr | None:
-    """Whether this lane's element is kept; ``None``: no mask, or each lane has a call of its own."""
+    """Whether this lane's element is kept; ``None`` if the node is no mask, or each lane needs a call of its own."""
     width = MASKS.get(node.op, 1)
     if (width < NUMBERS and width != IN_A_ROW) or step.lanes % NUMBERS or node.per_row:
         return None
@@ -208,11 +207,11 @@ class ThreadStep(PassStep):
     Args:
         index: of the pass.
         lanes: elements of the vector.
-        position: of the first one in the row.
-        slot: its place among the elements of the row that the thread meets.
-        at: coordinate in each loop over the columns; of the first lane in the last one.
+        position: of the first element in the row.
+        slot: of the first element among the thread's elements of the row.
+        at: coordinate in each loop over the columns; in the last loop, the first lane's.
         sections: see :meth:`~bridge.compile.schedule.row_plan.RowValues.compute`.
-        accumulators: of the row reductions, a lane each.
+        accumulators: of the row reductions, with one element per lane.
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class ThreadStep(PassStep):
         self.after: list[Stmt] = []
 
     def emit(self, row_pass: RowPass) -> list[Stmt]:
-        """Statements that store, keep and accumulate what the pass has to."""
+        """Statements of the step's stores, caches and accumulations."""
         e, scope, nodes = self.e, self.scope, self.plan.nodes
         for node in row_pass.stores:
             self._store(node, e.stored(self._value(node), nodes[node].dtype))
@@ -290,12 +289,12 @@ class ThreadStep(PassStep):
         if step == 1 and self.lanes > 1:
             return self.e.bind(self.e.loaded(self._vector_of(read), dtype))
         element = BufferLoad(buffer, [index + self.lane * number(step) if self.lanes > 1 else index])
-        # Elements, like vectors, are all asked for before anything is computed: a quotient's branches would part them.
+        # All loads, of elements as of vectors, come before computation: a quotient's branches would separate them.
         e = self.before if self.lanes == 1 else self.e
         return e.bind(e.loaded(e.bind(element), dtype))
 
     def _vector_of(self, read: InputElement) -> Expr:
-        """The stored element of this lane of a vector, whose elements are neighbours."""
+        """The stored element of this lane, from a vector of adjacent elements."""
         buffer = self.scope.buffers.inputs[read.tensor]
         return self._load_vector(buffer, self.first(read.access), is_at_multiples(read.access, self._width(buffer)))
 
@@ -311,7 +310,7 @@ class ThreadStep(PassStep):
     def _pieces(self, buffer: Buffer, index: Expr) -> list[tuple[list[Expr], list[Expr]]]:
         """Indices in memory and in the thread's array of each access.
 
-        They are written as multiples of the width: TVM loads element by element what it does not see to be one.
+        Written as multiples of the width: otherwise TVM loads element by element.
         """
         number, width = self.scope.number, self._width(buffer)
         if width > 1:
@@ -323,7 +322,7 @@ class ThreadStep(PassStep):
         ]
 
     def _load_vector(self, buffer: Buffer, index: Expr, proven: bool) -> Expr:
-        """The element of this lane of a vector in memory."""
+        """This lane's element of a vector in memory."""
         before, number = self.before, self.scope.number
         if self.lanes == 1:
             return self.e.bind(BufferLoad(buffer, [index]))
@@ -342,7 +341,7 @@ class ThreadStep(PassStep):
         return BufferLoad(local, [self.lane])
 
     def _store(self, node: int, value: Expr) -> None:
-        """Stores a value of every lane in the kernel's result, and the zeros behind the row."""
+        """Stores a value of every lane in the kernel's result, and the zeros after the row."""
         buffer, at = self.scope.buffers.outputs[node], self.scope.result(node, self.position)
         behind = self.scope.behind(node, buffer, self.position, self.lanes)
         if self.lanes == 1:
@@ -364,7 +363,7 @@ class ThreadStep(PassStep):
 def column_steps(
     scope: ThreadScope, index: int, lanes: int, position: Expr, slot: Expr, accumulators: dict[int, Buffer]
 ) -> list[Stmt]:
-    """Statements of pass ``index`` for one vector; per-row loads that it asks for are the head's."""
+    """Statements of pass ``index`` for one vector; its per-row loads go to the head."""
     coordinates, e = _coordinates(scope, position)
 
     def inside(at: list[Expr], sections: list[int | None]) -> list[Stmt]:
@@ -385,7 +384,7 @@ def column_steps(
 
 
 def _coordinates(scope: ThreadScope, position: Expr) -> tuple[list[Expr], CudaEmitter]:
-    """The coordinate in each loop over the columns, and what names them."""
+    """The coordinate in each loop over the columns, and the emitter that binds them."""
     e, number, columns = CudaEmitter(), scope.number, scope.plan.columns
     found: list[Expr] = []
     for axis in reversed(range(1, len(columns))):
