@@ -25,7 +25,7 @@ A CPU generator of torch in memory: its mutex, which its own draws lock, and its
     words 630-   cached normal numbers, a float32 and a float64, each followed by a flag byte
 
 :mod:`bridge.rng.engine` verifies this layout at run time. Only compiled code holds the lock, and never raises or waits
-for the interpreter: a thread with the interpreter's lock may wait for the generator's.
+for the interpreter, because a thread with the interpreter's lock may wait for the generator's.
 
 Bernoulli masks from a generator of torch, in place: lock, draw, unlock in one call without Python in between. The
 stream is cut into chunks, each a whole number of blocks after the first, so that all chunks start at the same position
@@ -220,9 +220,9 @@ def next_words(scalars: Emitter, words: Buffer, old: Expr, far: Expr, at: Expr) 
 def twist(words: Buffer) -> list[Stmt]:
     """Computes the next block in place; the last word of the old block goes before it.
 
-    Vectors from the left: the words that a vector reads of the old block are not overwritten yet, those of the new
-    block are complete. The first part is also written after the block's end: for the vector in which the recurrence's
-    distant operand passes from the old block to the new one, and for the last word's neighbour.
+    Vectors from the left: the words that a vector reads of the old block are not overwritten yet, and the words of the
+    new block are complete. The first part is also written after the block's end: for the vector in which the
+    recurrence's distant operand passes from the old block to the new one, and for the last word's neighbour.
     """
     crossing = _HEAD // LANES
 
