@@ -427,14 +427,14 @@ class _Watch:
         leaves, observation.out_spec = pytree.tree_flatten(with_wholes(result, wholes.values()))
         run.results, run.wholes = values_of(leaves, self.recorder, wholes), tuple(wholes)
         read = {number for row in record.rows for number in values_in((row.args, row.kwargs))}
-        read |= {*values_in([*run.results, *run.final.values()]), *observation.reads.looked}
+        read |= {*values_in([*run.results, *run.final.values()]), *observation.reads.tensors.looked}
         run.order = given.ordered(record, read)
         observation.reads.note_properties({id(tensor) for tensor, _ in record.free.values()})
         places = range(len(given.owned), len(given.owned) + len(given.arguments))
         callers = list(zip(places, given.callers, given.arguments, strict=True))
         rules.unsupported += told_otherwise(observation.reads, callers, given.real_tensors, module_name)
         asked = [place for place, each in enumerate(given.inputs) if id(each) in rules.without_grad]
-        observation.reads.tensors.update(((place, "grad"), None) for place in asked)
+        observation.reads.tensors.asked.update(((place, "grad"), None) for place in asked)
         _in_order(observation, {place: index for index, place in enumerate(run.order)})
         described = [record.free[n][0] if n in record.free else given.inputs[n] for n in run.order]
         saved = self.saved.results(leaves)
@@ -457,7 +457,8 @@ def _reader(record: Record, row: int) -> str:
 def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
     """Renumbers the inputs in an observation: from positions in the run to positions in the compiled code's order."""
     reads = observation.reads
-    reads.tensors = {(index_of[place], name): None for place, name in reads.tensors if place in index_of}
+    asked = reads.tensors.asked
+    reads.tensors.asked = {(index_of[place], name): None for place, name in asked if place in index_of}
     for name in ("counted", "saved", "saved_views", "overwritten"):
         places = getattr(observation, name)
         setattr(observation, name, frozenset(index_of[each] for each in places if each in index_of))

@@ -192,7 +192,7 @@ def _free(real: RealRun) -> list[Unsupported]:
     found, reads = [], real.observation.reads
     for tensor, index in real.record.free.values():
         problem = tensor_problem(tensor)
-        if problem is None and reads.knows(tensor) and id(tensor) not in reads.hidden:
+        if problem is None and reads.knows(tensor) and id(tensor) not in reads.tensors.hidden:
             continue
         where = real.record.rows[index].where if index < len(real.record.rows) else None
         found.append(

@@ -69,7 +69,7 @@ class CallAnalysis(Sources):
         place = known.flow.at(frame.f_lasti)
         call = known.flow.calls.get(place)
         self._look(known)
-        known.heard.add(place)
+        known.calls.heard.add(place)
         known.locals = frame.f_locals
         self._invoke(known, place, function, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
         known.locals = {}
@@ -126,7 +126,7 @@ class CallAnalysis(Sources):
         if of == ("builtins", "print"):
             self.says.setdefault(f"prints at {where}")
         if of == ("sys", "_getframe"):
-            self._result(known.called, place, FrameOf.of(known.frame), known)
+            self._result(known.calls.called, place, FrameOf.of(known.frame), known)
         elif module == "_warnings" and name in ("warn", "warn_explicit"):
             self.says.setdefault(f"warns at {where}")
             self.ask(RAISING_WARNINGS[0], (), {}, RAISING_WARNINGS[1])
@@ -143,10 +143,10 @@ class CallAnalysis(Sources):
                 self._identity(known, source)
         elif name == "globals":
             self.know(known.globals, Place("global", known.globals.get("__name__", "")))
-            self._result(known.called, place, known.globals, known)
+            self._result(known.calls.called, place, known.globals, known)
         elif name == "__import__" and args:
             for each in args[0]:
-                self._result(known.called, place, self.name(sys.modules, each, Place("module", each)), known)
+                self._result(known.calls.called, place, self.name(sys.modules, each, Place("module", each)), known)
         elif name in USES["finds"] and module == "_operator" and len(args) > 1:
             self._entries(known, place, args[0], args[1])
         elif module == "builtins" and args:
@@ -163,13 +163,13 @@ class CallAnalysis(Sources):
         """Notes an argument and its contents as possible results of a function in C."""
         for each in (value, *self.inside(value, deep)):
             if type(each) not in PLAIN and not is_a(each, torch.Tensor | Instance):
-                self._result(known.called, place, each, known)
+                self._result(known.calls.called, place, each, known)
 
     def _entries(self, known: Frame, place: int, owners: Iterable[Any], keys: Sequence[Any]) -> None:
         for owner in owners:
             found = [value for key in keys for value in self.entry(owner, key)]
             for value in found if keys else self._each(known, owner):
-                self._result(known.called, place, value, known)
+                self._result(known.calls.called, place, value, known)
 
     def _moves(self, frame: Frame, value: Any) -> None:
         """Notes that an iterator advances; iterators in globals of torch's and Python's own files do not count."""
@@ -202,7 +202,7 @@ class CallAnalysis(Sources):
             if not args[0]:
                 self.all(owner)
             for value in [each for word in args[0] for each in self.attribute(owner, word)]:
-                self._result(known.called, place, value, known)
+                self._result(known.calls.called, place, value, known)
         elif self.knows(owner):
             for each in (each for arg in args if is_a(owner, CONTAINERS) for each in arg):
                 self.identity_of_passed(each, where)
@@ -238,9 +238,9 @@ class CallAnalysis(Sources):
         for each in [each for arg in args for each in arg] if foreign else ():
             self.deep(each)
         for each in self.inside(owner, 2):
-            if len(known.called.get(place, ())) >= _MOST_RESULTS:
+            if len(known.calls.called.get(place, ())) >= _MOST_RESULTS:
                 break
-            self._result(known.called, place, each, known)
+            self._result(known.calls.called, place, each, known)
 
     def ask_method(self, owner: Any, name: str, *args: Any) -> None:
         """Notes a method in C that returns hidden state."""
@@ -254,7 +254,7 @@ class CallAnalysis(Sources):
         if found is not None:
             if self.knows(reference):
                 self.know(found, self.place(reference))
-            self._result(known.results, place, found, known)
+            self._result(known.calls.results, place, found, known)
 
     def _builtin(self, known: Frame, place: int, name: str, given: Any) -> None:
         """Notes the reads of a builtin that looks up names, attributes, classes or iterators."""
@@ -271,7 +271,7 @@ class CallAnalysis(Sources):
                     self.may_be_written()
                 for each in names:
                     for value in self.attribute(owner, each):
-                        self._result(known.called, place, value, known)
+                        self._result(known.calls.called, place, value, known)
                 if not names:
                     self.all(owner)
                     if is_a(owner, threading.local):
@@ -279,15 +279,15 @@ class CallAnalysis(Sources):
                     of_class = [value for each in fields_of(owner) for value in self.attribute(owner, each)]
                     held = owner.__dict__ if is_a(owner, threading.local) else dict_of(owner) or {}
                     for value in (*held.values(), *of_class):
-                        self._result(known.called, place, value, known)
+                        self._result(known.calls.called, place, value, known)
             for each in interesting(args[2][0]) if len(args) > 2 and args[2] else ():
-                self._result(known.called, place, each, known)
+                self._result(known.calls.called, place, each, known)
         elif name in ("vars", "dir"):
             for owner in owners:
                 if name == "dir":
                     self.all(owner)
                 for held in self.attribute(owner, "__dict__"):
-                    self._result(known.called, place, held, known)
+                    self._result(known.calls.called, place, held, known)
         elif name in USES["takes"]:
             for each in owners:
                 self._moves(known, each)
@@ -341,7 +341,7 @@ class CallAnalysis(Sources):
             return
         if type(found) not in PLAIN:
             self.know(found, Place("", words))
-            self._result(known.called, place, found, known)
+            self._result(known.calls.called, place, found, known)
 
     def _called(self, frame: Frame, place: int, value: Any, call: CallSite, source: Source) -> None:
         """Notes a call that the profiler does not report: a slot in C (``ref()``, ``list(it)``, ``partial(n)``)."""
@@ -363,14 +363,14 @@ class CallAnalysis(Sources):
                 kinds = [each for each in pair[0] if is_a(each, type) and not is_a(owner, Instance)]
                 for each in kinds:
                     if issubclass(type(owner), each) or (is_a(owner, type) and issubclass(owner, each)):
-                        self._result(frame.results, place, super(each, owner), frame)
+                        self._result(frame.calls.results, place, super(each, owner), frame)
         elif value is type and call.args is not None and len(call.args) == 1:
             for owner in given[0][0]:
                 one = owner.kind if is_a(owner, Instance) else type(owner)
                 self.know(one, Place("class", one.__name__))
                 if not is_a(owner, Instance):
                     self._class(owner)
-                self._result(frame.results, place, one, frame)
+                self._result(frame.calls.results, place, one, frame)
         elif is_a(value, type):
             self._made(frame, place, value, given[0], call.args is not None)
         elif kind is types.MethodWrapperType:
@@ -397,7 +397,7 @@ class CallAnalysis(Sources):
             if call.args is not None and all(len(each) == 1 for each in (*args, *words.values())):
                 named = {name: each[0] for name, each in words.items()}
                 for each in interesting(self.kept(value, tuple(each[0] for each in args), named).read()):
-                    self._result(frame.results, place, each, frame)
+                    self._result(frame.calls.results, place, each, frame)
 
     def _made(self, frame: Frame, place: int, kind: type, args: Given, one_by_one: bool) -> None:
         """Notes the call of a class: its constructors, and the arguments that the new object may hold."""
@@ -418,7 +418,7 @@ class CallAnalysis(Sources):
                 made = kind(*(each[0] for each in args))
             except TypeError:  # forward is about to raise it, or passes another argument than the known one
                 return
-            self._result(frame.results, place, made, frame)
+            self._result(frame.calls.results, place, made, frame)
         elif not is_changeable(kind) and kind not in PLAIN:
             for value in (value for arg in args for value in arg if type(value) not in PLAIN):
                 self._handed_on(frame, place, value, 1)
@@ -452,7 +452,7 @@ class CallAnalysis(Sources):
                     for name in path.split("."):
                         found = [value for each in found for value in self.attribute(each, name)]
                     for value in found:
-                        self._result(frame.results, place, value, frame)
+                        self._result(frame.calls.results, place, value, frame)
             else:
                 self.attribute(owner, names[0])
                 self._method(frame, place, owner, None, names[0], frame.where, ([[each] for each in names[1:]], {}))
@@ -472,7 +472,7 @@ class CallAnalysis(Sources):
         kept, known = self._kept(value), results.setdefault(place, {})
         if len(known) < _MOST_RESULTS and (key := identity_of(kept)) not in known:
             known[key] = kept
-            outer.fresh.add(place)
+            outer.calls.fresh.add(place)
 
     def _kept(self, value: Any) -> Any:
         """A value as it is kept: of the call's own tensors only the class, so that loop steps give the same."""

@@ -6,7 +6,7 @@ names only where their dictionary was written to since; the thorough path accept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, methodcaller
 from types import MemberDescriptorType
@@ -88,6 +88,85 @@ class _Held:
         return is_dict and not (item.table and any(isinstance(each, CONTAINERS) for each in item.read()))
 
 
+class _Objects:
+    """The classes and dictionaries of objects, and the bases of classes, with their expected values.
+
+    Args:
+        typed: of objects, with their classes and dictionaries. bases: classes whose bases decided a branch.
+    """
+
+    def __init__(self, typed: Sequence[tuple[Class, Any]], bases: Iterable[type]):
+        self.bases = [(kind, kind.__mro__) for kind in bases]
+        self._classes, self._mros = [kind for kind, _ in self.bases], [then for _, then in self.bases]
+        self._watch(typed)
+
+    def _watch(self, typed: Sequence[tuple[Class, Any]]) -> None:
+        """Notes the objects that are still alive; no call can meet a dead one."""
+        self._typed = [(item, read) for item, read in typed if item.value() is not None and read is not None]
+        self._owners, self._types = [item.value for item, _ in self._typed], [kind for _, (kind, _) in self._typed]
+        self._having = [item.value for item, (_, held) in self._typed if held is not None]
+        self._held = [held for _, (_, held) in self._typed if held is not None]
+
+    def unchanged(self) -> bool:
+        owners = list(map(_CALL, self._owners))
+        if list(map(type, owners)) != self._types:
+            if None not in owners:
+                return False
+            self._watch(self._typed)
+            return self.unchanged()
+        if not all(map(is_, map(object.__getattribute__, map(_CALL, self._having), repeat("__dict__")), self._held)):
+            return False
+        return all(map(is_, map(_BASES, self._classes), self._mros))
+
+
+class _Namespaces:
+    """Names and contents of dictionaries, which are compared only after a write to their dictionaries.
+
+    Attributes:
+        names: all of them, by namespace.
+    """
+
+    def __init__(self, items: Sequence[Any]):
+        spaces: dict[int, list[Any]] = {}
+        for item in items:
+            if isinstance(item, Name | ClassName):
+                spaces.setdefault(id(item.space if isinstance(item, Name) else item.kind), []).append(item)
+        self.names: list[_Names | _Held] = [_Names(each) for each in spaces.values()]
+        self.names += [_Held(item) for item in items if _Held.may_hold(item)]
+        self._dicts: list[dict] = []
+        self._by_dict: dict[int, list[_Names | _Held]] = {}
+        self._uncounted: list[_Names | _Held] = []
+        for names in self.names:
+            dicts = _dicts_of(names.items[0])
+            if dicts is None:
+                self._uncounted.append(names)
+            for each in dicts or ():
+                if id(each) not in self._by_dict:
+                    self._dicts.append(each)
+                self._by_dict.setdefault(id(each), []).append(names)
+        self._version, self._versions = write_counter(), None
+        self._empty: list[dict] = []  # Python 3.12 does not count the first write to one by update
+
+    def unchanged(self) -> bool:
+        for names in self._uncounted:
+            if not names.unchanged():
+                return False
+        versions, then = None, None if any(self._empty) else self._versions
+        if self._version is not None:
+            versions = [*map(self._version, self._dicts)]  # before the look: a write meanwhile is seen later
+        if versions is not None and versions == then:
+            return True
+        for place, each in enumerate(self._dicts):
+            if versions is None or then is None or versions[place] != then[place]:
+                if not all([names.unchanged() for names in self._by_dict[id(each)]]):
+                    return False
+        for place, each in enumerate(self._dicts) if versions is not None else ():
+            if not all(names.is_counted for names in self._by_dict[id(each)]):
+                versions[place] = -1
+        self._versions, self._empty = versions, [each for each in self._dicts if not each]
+        return True
+
+
 class ReadGuard:
     """The conditions of one entry on the state that its forward read.
 
@@ -111,70 +190,34 @@ class ReadGuard:
                 items += _of_module(module, names, reads.place(module))
         later = [item for key, item in reads.items.items() if key in reads.later]
         self._later = [(item, item.read()) for item in later]
-        self._bases = [(kind, kind.__mro__) for kind in reads.bases]
-        self._classes, self._mros = [kind for kind, _ in self._bases], [bases for _, bases in self._bases]
-        spaces: dict[int, list[Any]] = {}
-        for item in items:
-            if isinstance(item, Name | ClassName):
-                spaces.setdefault(id(item.space if isinstance(item, Name) else item.kind), []).append(item)
-        self._names: list[_Names | _Held] = [_Names(each) for each in spaces.values()]
-        self._names += [_Held(item) for item in items if _Held.may_hold(item)]
-        self._dicts: list[dict] = []
-        self._by_dict: dict[int, list[_Names | _Held]] = {}
-        self._uncounted: list[_Names | _Held] = []
-        for names in self._names:
-            dicts = _dicts_of(names.items[0])
-            if dicts is None:
-                self._uncounted.append(names)
-            for each in dicts or ():
-                if id(each) not in self._by_dict:
-                    self._dicts.append(each)
-                self._by_dict.setdefault(id(each), []).append(names)
-        self._version, self._versions = write_counter(), None
-        self._empty: list[dict] = []  # Python 3.12 does not count the first write to one by update
+        self._spaces = _Namespaces(items)
         codes = [item for item in items if isinstance(item, Code)]
         self._functions = [item.function for item in codes]
         self._parts = list(chain.from_iterable(map(_PARTS, self._functions)))
         typed = [item for item in items if isinstance(item, Class)]
-        self._watch_classes([(item, item.read()) for item in typed])
+        self._objects = _Objects([(item, item.read()) for item in typed], reads.bases)
         cells = [(item, item.read()) for item in items if isinstance(item, ClosureCell)]
         self._cells, self._in_cells = [item.cell for item, _ in cells], [value for _, value in cells]
-        looked_at = (*self._names, *self._uncounted)
-        known = {id(item) for names in looked_at for item in names.items}
+        known = {id(item) for names in self._spaces.names for item in names.items}
         known.update(map(id, (*codes, *typed, *(item for item, _ in cells))))
         exact = [item for item in items if isinstance(item, Name) and item.exact]
-        self._others = [(item, item.read()) for item in (*(each for each in items if id(each) not in known), *exact)]
-        slots = [(item, then) for item, then in self._others if isinstance(item, Slot) and item.get is not None]
+        others = [(item, item.read()) for item in (*(each for each in items if id(each) not in known), *exact)]
+        slots = [(item, then) for item, then in others if isinstance(item, Slot) and item.get is not None]
         slots = [(item, then) for item, then in slots if then is not ABSENT]
         self._slots, self._slotted = [item.get for item, _ in slots], [item.value for item, _ in slots]
         self._in_slots, fast = [then for _, then in slots], {id(item) for item, _ in slots}
-        self._slow = [(item, then) for item, then in self._others if id(item) not in fast]
-        self._all = [*((item, item.read()) for item in (*typed, *codes)), *cells, *self._others]
-
-    def _watch_classes(self, typed: Sequence[tuple[Class, Any]]) -> None:
-        """Notes the classes and dictionaries of the objects that are still alive; no call can meet a dead one."""
-        self._typed = [(item, read) for item, read in typed if item.value() is not None and read is not None]
-        self._owners, self._types = [item.value for item, _ in self._typed], [kind for _, (kind, _) in self._typed]
-        self._having = [item.value for item, (_, held) in self._typed if held is not None]
-        self._held = [held for _, (_, held) in self._typed if held is not None]
+        self._slow = [(item, then) for item, then in others if id(item) not in fast]
+        self._all = [*((item, item.read()) for item in (*typed, *codes)), *cells, *others]
 
     @property
     def places(self) -> tuple[str, ...]:
         """The places, in words."""
-        items = chain((item for item, _ in self._all), *(names.items for names in self._names))
+        items = chain((item for item, _ in self._all), *(names.items for names in self._spaces.names))
         return tuple(dict.fromkeys(str(item.place) for item in items))
 
     def unchanged(self) -> bool:
         """The quick path: whether every place holds the very same object, or contents that mean the same."""
-        owners = list(map(_CALL, self._owners))
-        if list(map(type, owners)) != self._types:
-            if None not in owners:
-                return False
-            self._watch_classes(self._typed)
-            return self.unchanged()
-        if not all(map(is_, map(object.__getattribute__, map(_CALL, self._having), repeat("__dict__")), self._held)):
-            return False
-        if not all(map(is_, map(_BASES, self._classes), self._mros)):
+        if not self._objects.unchanged():
             return False
         if not all(map(is_, chain.from_iterable(map(_PARTS, self._functions)), self._parts)):
             return False
@@ -188,23 +231,7 @@ class ReadGuard:
         for item, then in self._slow:
             if item.differs(then):
                 return False
-        for names in self._uncounted:
-            if not names.unchanged():
-                return False
-        versions, then = None, None if any(self._empty) else self._versions
-        if self._version is not None:
-            versions = [*map(self._version, self._dicts)]  # before the look: a write meanwhile is seen later
-        if versions is not None and versions == then:
-            return True
-        for place, each in enumerate(self._dicts):
-            if versions is None or then is None or versions[place] != then[place]:
-                if not all([names.unchanged() for names in self._by_dict[id(each)]]):
-                    return False
-        for place, each in enumerate(self._dicts) if versions is not None else ():
-            if not all(names.is_counted for names in self._by_dict[id(each)]):
-                versions[place] = -1
-        self._versions, self._empty = versions, [each for each in self._dicts if not each]
-        return True
+        return self._spaces.unchanged()
 
     @property
     def later(self) -> Callable[[], None] | None:
@@ -235,12 +262,12 @@ class ReadGuard:
                 code = isinstance(item, Code) and item.read()[0] is then[0]
                 found = True
                 yield f"default arguments of {item.function.__qualname__}" if code else str(item.place)
-        for names in self._names:
+        for names in self._spaces.names:
             for item, then in zip(names.items, names.values, strict=True):
                 if item.differs(then):
                     found = True
                     yield str(item.place)
-        for kind, bases in () if found else self._bases:
+        for kind, bases in () if found else self._objects.bases:
             if kind.__mro__ != bases:
                 yield f"bases of class {kind.__name__}"
 

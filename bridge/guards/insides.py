@@ -19,7 +19,22 @@ __all__ = ["Insides"]
 
 
 class Insides(World):
-    """A world whose objects' contents are noted as well."""
+    """A world whose objects' contents are noted as well.
+
+    Attributes:
+        writes: how often contents may have been written.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._followed, self.writes = set[tuple](), 0
+        self._tables: dict[tuple[int, int], bool] = {}
+        self._insides: dict[tuple[int, int, int], tuple[Any, list[Any]]] = {}
+        super().__init__(*args, **kwargs)
+
+    def forget(self) -> None:
+        super().forget()
+        self._tables.clear()
+        self._insides.clear()
 
     def entry(self, owner: Any, key: Any) -> list[Any]:
         """An entry of a container by its key."""
@@ -147,7 +162,7 @@ class Insides(World):
         if not is_library(kind) and not issubclass(kind, nn.Module | torch.Tensor):
             self.ask(names_of, (kind,), {}, f"names in class {kind.__name__}")
         if (place := self.inputs.get(id(owner))) is not None:
-            self.tensors.setdefault((place, "__dict__"))
+            self.tensors.asked.setdefault((place, "__dict__"))
         if is_a(owner, nn.Module):
             self._looked_up(self.original(owner), "*")
         elif (held := vars(owner) if is_a(owner, type | ModuleType) else dict_of(self.original(owner))) is not None:

@@ -202,7 +202,7 @@ class Reads(CallAnalysis):
         back = frame.f_back
         outer = self._frames.get(back)
         if outer is not None:
-            outer.python.add(outer.flow.at(back.f_lasti))
+            outer.calls.python.add(outer.flow.at(back.f_lasti))
             self._look(outer)
         elif self._is_ours(back, code):
             self._ours.add(frame)
@@ -271,18 +271,18 @@ class Reads(CallAnalysis):
         if is_a(value, logging.Logger | threading.Thread) or type(value).__module__ == "multiprocessing.process":
             self.know(value, Place("logger" if is_a(value, logging.Logger) else "thread", value.name))
         if type(value) in (str, bytes, int):
-            known = outer.plain.setdefault(place, [])
+            known = outer.calls.plain.setdefault(place, [])
             if value not in known and len(known) < MANY:
                 known.append(value)
-                outer.fresh.add(place)
+                outer.calls.fresh.add(place)
         elif type(value) not in PLAIN:
             if not self.knows(value):
                 self.strangers.note(value)
-            self._result(outer.results, place, value, outer)
+            self._result(outer.calls.results, place, value, outer)
             ahead = parts_of(value) if is_iterator(value) and not is_a(value, GeneratorType) else ()
             for each in ahead:  # an exhausted iterator leads to none of its objects
                 if type(each) not in PLAIN:
-                    self._result(outer.results, place, each, outer)
+                    self._result(outer.calls.results, place, each, outer)
 
     # Sources
 
@@ -291,13 +291,13 @@ class Reads(CallAnalysis):
 
         Skips arguments and results followed before (each step of a loop), unless a write may have happened since.
         """
-        if not frame.fresh and not everything:
+        if not frame.calls.fresh and not everything:
             return
         if (key := self._key(frame)) in self._followed:
-            frame.fresh.clear()
+            frame.calls.fresh.clear()
             return
-        while everything or frame.fresh:
-            fresh, frame.fresh = frame.fresh, set()
+        while everything or frame.calls.fresh:
+            fresh, frame.calls.fresh = frame.calls.fresh, set()
             frame.memo.clear()
             for part in [frame.flow] if everything else map(frame.flow.about, fresh):
                 self._look_at(frame, part)
@@ -310,9 +310,9 @@ class Reads(CallAnalysis):
 
     def _key(self, frame: Frame) -> tuple | None:
         """A key of all objects that a function may reach; ``None`` where one of them may not stay alive."""
-        told: list[Any] = [frame.code, frame.over, *frame.python, None, *frame.heard, None]
+        told: list[Any] = [frame.code, frame.over, *frame.calls.python, None, *frame.calls.heard, None]
         given = [*frame.args.values(), *frame.cells.values()]
-        for results in (frame.results, frame.plain, frame.called):
+        for results in (frame.calls.results, frame.calls.plain, frame.calls.called):
             told += results
             held = (values.values() if type(values) is dict else values for values in results.values())
             given += [each for values in held for each in (*values, None)]
@@ -345,7 +345,7 @@ class Reads(CallAnalysis):
                     for owner in self._values(frame, method[1]):  # ``append`` of a list, passed as an argument
                         if is_a(owner, CONTAINERS) and callable(getattr(type(owner), method[2], None)):
                             self.whole(owner, frame.where)
-                if source[2] in frame.python:
+                if source[2] in frame.calls.python:
                     continue
                 _, source, place = source
             for value in self._values(frame, source):
@@ -359,9 +359,9 @@ class Reads(CallAnalysis):
         for value, kinds in flow.relations.values():
             self._related(frame, value, kinds)
         for place, call in flow.calls.items():
-            for source in self._expanded(frame, call.function) if place not in frame.heard else ():
+            for source in self._expanded(frame, call.function) if place not in frame.calls.heard else ():
                 for value in self._values(frame, source):
-                    if place not in frame.python or does(type(value), "gets"):
+                    if place not in frame.calls.python or does(type(value), "gets"):
                         self._called(frame, place, value, call, source)
         self._operators |= flow.operators
 

@@ -47,15 +47,29 @@ class Variables:
         self.busy: set[str] = set()
 
 
+class Calls:
+    """The calls of a running function, by their offsets in its code.
+
+    Attributes:
+        results, plain: results of Python functions: objects, and plain values.
+        called: possible results of functions in C.
+        python, heard: offsets of calls of Python functions, and of functions in C that the profiler reported.
+        fresh: offsets of calls whose results have not been followed yet.
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[int, dict[Any, Any]] = {}
+        self.plain: dict[int, list[Any]] = {}
+        self.called: dict[int, dict[Any, Any]] = {}
+        self.python, self.heard, self.fresh = set[int](), set[int](), set[int]()
+
+
 class Frame:
     """A running function.
 
     Attributes:
         args, cells: its arguments and closure variables at its begin.
-        results, plain: results of Python functions by the offset of the call: objects, and plain values.
-        called: possible results of functions in C, by the same offsets.
-        python, heard: offsets of calls of Python functions, and of functions in C that the profiler reported.
-        fresh: offsets of calls whose results have not been followed yet.
+        calls: the calls that it has made.
         variables: its assigned variables.
         over: whether it has returned. ``writes``: the world's count of possible writes when it was last followed.
         locals: its variables, while a function in C is about to be called.
@@ -64,13 +78,9 @@ class Frame:
     def __init__(self, frame: FrameType, flow: DataFlow, args: dict[str, Any], cells: dict[str, Any]):
         self.flow, self.args, self.cells, self.code = flow, args, cells, frame.f_code
         self.globals, self.builtins, self.frame = frame.f_globals, frame.f_builtins, frame
-        self.results: dict[int, dict[Any, Any]] = {}
-        self.plain: dict[int, list[Any]] = {}
-        self.called: dict[int, dict[Any, Any]] = {}
-        self.python, self.heard = set[int](), set[int]()
+        self.calls = Calls()
         self.memo: dict[Source, list[Any]] = {}
         self.locals: dict[str, Any] = {}
-        self.fresh: set[int] = set()
         self.variables = Variables(flow.variables)
         self.over, self.writes = False, 0
 
@@ -125,7 +135,7 @@ class Sources(Insides):
             frame.variables.busy.remove(source[1])
             return found
         if kind == "result":
-            return [*frame.plain.get(source[1], ()), *frame.results.get(source[1], {}).values()]
+            return [*frame.calls.plain.get(source[1], ()), *frame.calls.results.get(source[1], {}).values()]
         return self._values(frame, source)
 
     def _operated(self, frame: Frame, symbol: str, left: Source, right: Source) -> list[Any]:
@@ -160,7 +170,7 @@ class Sources(Insides):
         if kind == "import":
             return self._import(frame, *source[1:])
         if kind in ("result", "called"):
-            return [*(frame.results if kind == "result" else frame.called).get(of, {}).values()]
+            return [*(frame.calls.results if kind == "result" else frame.calls.called).get(of, {}).values()]
         if kind == "var":
             held = frame.variables.shown[of]
             return [*held.values.values(), *(held.inside[key] for key in held.inside if key not in held.values)]
@@ -255,14 +265,14 @@ class Sources(Insides):
     def _identity(self, frame: Frame, source: Source) -> None:
         """Notes that a value is compared by identity."""
         values = self._given(frame, (source,))
-        self.identities |= {self.inputs[id(value)] for value in values if id(value) in self.inputs}
+        self.tensors.identities |= {self.inputs[id(value)] for value in values if id(value) in self.inputs}
         for value in values:
             self.identity_of_passed(value, frame.where)
         known = [self.original(value) for value in values if value is not None and type(value) is not bool]
         self.identical.update((id(value), value) for value in known)
         for value in values:
             if is_a(value, torch.Tensor) and id(value) not in self.inputs and self.knows(value):
-                self.others[id(value)] = value
+                self.tensors.others[id(value)] = value
 
     def _written(self, owner: Any, name: str) -> None:
         """Notes an attribute before it is set."""
@@ -282,14 +292,17 @@ class Sources(Insides):
         if self.passed:
             for value in self._given(frame, sources):
                 self.identity_of_passed(value, frame.where)
-        heard = [each for each in sources if each[0] != "called" and (each[0] != "result" or each[1] in frame.python)]
+        heard = [
+            each for each in sources if each[0] != "called" and (each[0] != "result" or each[1] in frame.calls.python)
+        ]
         return self._constants(frame, heard)
 
     def _unheard(self, frame: Frame, source: Source) -> bool:
         """Whether a key comes from a call of the other kind: a call has separate sources for Python and C functions."""
         kinds = self._expanded(frame, [source])
         return any(
-            (each[0] == "called" and each[1] in frame.python) or (each[0] == "result" and each[1] in frame.heard)
+            (each[0] == "called" and each[1] in frame.calls.python)
+            or (each[0] == "result" and each[1] in frame.calls.heard)
             for each in kinds
         )
 

@@ -89,11 +89,14 @@ def told_otherwise(
     """Refusals of reads that an argument and the run's own tensor answer differently; ``owned``: the module's own."""
     hint = "do not let forward depend on it"
     for place, argument, own in given:
-        for asked in [asked for of, asked in reads.tensors if of == place]:
+        for asked in [asked for of, asked in reads.tensors.asked if of == place]:
             if not alike(asked_of(argument, asked), asked_of(own, asked)):
                 reason = "what forward reads of an argument is another one while it is recorded"
                 yield Unsupported(f"{asked} of an argument", f"{name}.forward", reason, hint)
-    elsewhere, compared = {*map(id, owned), *reads.others}, [each for each, *_ in given if each in reads.identities]
+    elsewhere, compared = (
+        {*map(id, owned), *reads.tensors.others},
+        [each for each, *_ in given if each in reads.tensors.identities],
+    )
     if len({id(argument) for place, argument, _ in given if place in compared} - elsewhere) < len(compared):
         reason = "forward asks which tensors are the same object, and the sample has one twice, or one of the module's"
         yield Unsupported("is, id()", f"{name}.forward", reason, "pass a sample of different tensors")

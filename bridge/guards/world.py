@@ -60,6 +60,23 @@ _SPECIAL = "__getattribute__ __getattr__ __bool__ __len__ __eq__ __iter__ __cont
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
+class AskedTensors:
+    """A run's reads of tensors' properties and identities.
+
+    Attributes:
+        asked: (input, attribute) of each read (:mod:`bridge.guards.tensor_reads`).
+        looked: inputs whose properties forward read, computed with or not. ``looks``: other tensors, by id.
+        identities: inputs that were compared by identity. ``others``: other tensors that were compared, by id.
+        hidden: ids of tensors that modules outside of the tree hold.
+    """
+
+    def __init__(self) -> None:
+        self.asked: dict[tuple[int, str], None] = {}
+        self.looked, self.identities, self.hidden = set[int](), set[int](), set[int]()
+        self.looks: dict[int, torch.Tensor] = {}
+        self.others: dict[int, torch.Tensor] = {}
+
+
 class World(Changes):
     """A run's reads of the state outside of it.
 
@@ -73,13 +90,10 @@ class World(Changes):
         modules: by the id of an ``nn.Module``: a reference to it and the names of its attributes that were looked up
             (``"*"``: all).
         bases: classes whose bases decided a branch.
-        hidden: ids of tensors that modules outside of the tree hold.
         inputs: positions of the run's inputs, by id.
         passed: Python objects among the run's arguments. ``kin``: earlier objects of the same classes: ``==``, ``in``
             and keys can tell whether an argument is one of them.
-        tensors: (input, attribute) of each read (:mod:`bridge.guards.tensor_reads`).
-        looked: inputs whose properties forward read, computed with or not. ``looks``: other tensors, by id.
-        identities: inputs that were compared by identity. ``others``: other tensors that were compared, by id.
+        tensors: the reads of tensors' properties and identities.
         validates: whether code of ``torch.distributions`` ran, whose argument checks are optional.
     """
 
@@ -98,16 +112,9 @@ class World(Changes):
         self.inputs: dict[int, int] = {}
         self.passed: list[Any] = []
         self.kin: list[Any] = []
-        self.tensors: dict[tuple[int, str], None] = {}
-        self.looked, self.looks = set[int](), dict[int, torch.Tensor]()
-        self.identities, self.validates = set[int](), False
-        self.others: dict[int, torch.Tensor] = {}
+        self.tensors, self.validates = AskedTensors(), False
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
         self._held: dict[int, dict[str, Any]] = {}
-        self.hidden: set[int] = set()
-        self._followed, self.writes = set[tuple](), 0
-        self._tables: dict[tuple[int, int], bool] = {}
-        self._insides: dict[tuple[int, int, int], tuple[Any, list[Any]]] = {}
         self.strangers = Strangers()
         for path, module in modules:
             self._held[id(module)] = dict(module.__dict__)
@@ -260,10 +267,10 @@ class World(Changes):
             return self._of_class(owner, kind, name, place)
         raw = self.class_name(kind, name) if is_changeable(kind) else class_entry(kind, name)
         if issubclass(kind, torch.Tensor) and (place_of := self.inputs.get(id(owner))) is not None:
-            self.looked.add(place_of)
+            self.tensors.looked.add(place_of)
             if not is_asked(name):
                 return function_or_object(raw)
-            self.tensors.setdefault((place_of, name))
+            self.tensors.asked.setdefault((place_of, name))
             value = owner.__dict__.get(name, ABSENT)
             if value is not ABSENT:
                 self.know(value, Place("attribute", name, " of a tensor"))
@@ -319,13 +326,13 @@ class World(Changes):
     def look_at(self, tensor: torch.Tensor) -> None:
         """Notes that properties of a tensor were read."""
         if (place := self.inputs.get(id(tensor))) is not None:
-            self.looked.add(place)
+            self.tensors.looked.add(place)
         elif self.knows(tensor):
-            self.looks[id(tensor)] = self.original(tensor)
+            self.tensors.looks[id(tensor)] = self.original(tensor)
 
     def note_properties(self, inputs: Collection[int]) -> None:
         """Notes the tensors whose properties were read, except ``inputs`` (ids), which have conditions of their own."""
-        for tensor in [each for key, each in self.looks.items() if key not in inputs]:
+        for tensor in [each for key, each in self.tensors.looks.items() if key not in inputs]:
             place = Place("", f"a property of {self.place(tensor) or 'a tensor'}")
             self.items["properties", id(tensor)] = Answer(properties_of, (tensor,), {}, place)
 
@@ -380,7 +387,7 @@ class World(Changes):
     def _class(self, owner: Any) -> None:
         """Notes a read of an object's class, dictionary and special methods."""
         if (place := self.inputs.get(id(owner))) is not None:
-            self.tensors.setdefault((place, "__class__"))
+            self.tensors.asked.setdefault((place, "__class__"))
         elif self.knows(owner) and (is_changeable(type(owner)) or is_a(owner, ModuleType)) and not is_a(owner, type):
             own = self.original(owner)
             if ("type", id(own)) not in self.items:
@@ -410,7 +417,7 @@ class World(Changes):
         before = self._held.get(id(owner))
         made = before is not None and name in held and value is not before.get(name, ABSENT)
         if is_a(value, torch.Tensor) and before is None:
-            self.hidden.add(id(value))
+            self.tensors.hidden.add(id(value))
         if value is not raw and type(value) not in PLAIN and not made:
             of = self.place(owner)
             path = f"self.{of.text}.{name}" if of.text else f"self.{name}"
@@ -432,7 +439,7 @@ class World(Changes):
 
     def forget(self) -> None:
         """Drops the data that only the run needed; the guard keeps the rest."""
-        held = self._known, self._held, self.first, self.inputs, self._places, self._tables, self._insides, self.looks
+        held = self._known, self._held, self.first, self.inputs, self._places, self.tensors.looks
         for each in held:
             each.clear()
         self.passed.clear()

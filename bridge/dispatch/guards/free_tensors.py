@@ -67,9 +67,9 @@ def free_tensors(
     """
     place_of = {id(each): place for place, each in enumerate(now) if each is not None}
     asked = {part for kind, *key in reads.items if kind not in _OF_PLAIN for part in key if type(part) is int}
-    asked |= {*reads.others}
+    asked |= {*reads.tensors.others}
     named = {part for kind, *key in reads.items if kind in _OF_PLAIN for part in key if type(part) is int}
-    free = {key for key, place in place_of.items() if tensors[place].held is not None and not reads.identities}
+    free = {key for key, place in place_of.items() if tensors[place].held is not None and not reads.tensors.identities}
     for key, each in [(key, now[place_of[key]]) for key in free]:
         ids = {key, id(dict_of(each))}
         if asked & ids or (named & ids and not _is_plain(each)):

@@ -166,13 +166,13 @@ class EntryGuard:
             """A place among module tensors and arguments → the place among the inputs, scalars included."""
             return place + len(numbers) if place >= len(owned) else place
 
-        asked = [(among(place), name) for place, name in reads.tensors]
-        compared = [among(place) for place in sorted(reads.identities)]
+        asked = [(among(place), name) for place, name in reads.tensors.asked]
+        compared = [among(place) for place in sorted(reads.tensors.identities)]
         written = [(index, captured.written_name(index)) for index, _ in captured.mutated]
         read = {draw.operand.of for draw in captured.draws if draw.operand is not None} - {None}
         addresses = {of: given[of].data_ptr() for of in sorted(read)}
         return InputGuard(
-            names, written, TensorReads(given, names, asked, compared, [*reads.others.values()]), addresses
+            names, written, TensorReads(given, names, asked, compared, [*reads.tensors.others.values()]), addresses
         )
 
     @cached_property
