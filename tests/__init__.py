@@ -1,4 +1,4 @@
-"""Tests, and what runs beside them (sweeps, the fuzz): without the user's disk cache unless told to use one."""
+"""Tests, sweeps and the fuzz: without the user's disk cache unless told to use one."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What every test runs under."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEPT_KERNELS = 600
 """Of the last that were built; three or so are one library, of two megabytes."""
 
 os.environ["BRIDGE_RAISE"] = "1"  # a bug that a handler would swallow fails a test
-os.environ["BRIDGE_CACHE"] = "0"  # of processes that tests start, too; what tests the cache has one of its own
+os.environ["BRIDGE_CACHE"] = "0"  # also in processes that tests start; tests of the cache have one of their own
 
 LONG = tuple(f"tests/{name}/" for name in ("notebooks", "zoo", "typing", "bridge/composition"))
 """Folders of tests that take long: they come first, so that in the end no worker is busy while the other is not."""
@@ -37,7 +37,7 @@ ON_ANY_DEVICE = tuple(
     f"tests/bridge/{room}/"
     for room in ("aten", "capture", "dispatch", "library", "lowering", "parity", "show", "state", "verify")
 )
-"""Rooms whose tests run on the device of :mod:`tests.device`, but for those that are marked as being about the CPU."""
+"""Rooms whose tests run on the device of :mod:`tests.device`, but for tests marked as being about the CPU."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,7 +55,7 @@ def _fixed_products():
 def _kept_kernels():
     """Machine code outlives its test for a while: many tests compile the same few layers, half of it LLVM's work.
 
-    What is found again is what equal loops are made into, as among modules that are alive at the same time.
+    Equal loops share their code, as among modules that are alive at the same time.
     """
     kept: deque[Built] = deque(maxlen=KEPT_KERNELS)
 
@@ -70,7 +70,7 @@ def _kept_kernels():
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_rounds():
-    """A small call is timed beside eager once, behind what is made at first use: tests compare no times."""
+    """A small call is timed beside eager once, after first-use set-up: tests compare no times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bridge.dispatch.profitability._PACE", Pace(fewest=1, most=1, warm_up=2))
         yield
@@ -78,7 +78,7 @@ def _few_rounds():
 
 @pytest.fixture(scope="session", autouse=True)
 def _known_as_frozen():
-    """What is frozen below is not counted again for every module that is added: a million objects took 30 ms."""
+    """Frozen objects are not counted again for every module that is added: a million objects took 30 ms."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bridge.base.collector._has_frozen", lambda: True)
         yield
@@ -88,7 +88,7 @@ def _known_as_frozen():
 def lowered_once():
     """For files whose tests add equal modules: a call is lowered once, and its lowering outlives the test.
 
-    Not for tests of capture and lowering themselves, which would find what an earlier one has left.
+    Not for tests of capture and lowering themselves, which would find an earlier test's lowerings.
     """
     kept, remember = [], reuse._remember
 
@@ -111,8 +111,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """From before the collecting on, which imports modules of TVMScript.
 
-    pytest gives its handlers to loggers that do not propagate. To torch's log of traces a handler means that somebody
-    traces: each capture would be written down with stacks and graphs.
+    pytest gives its handlers to loggers that do not propagate. A handler switches torch's log of traces on: each
+    capture would be written down with stacks and graphs.
     """
     gc.set_threshold(10_000, 20, 20)  # with all of torch imported, collections were a twentieth of the time
     patch = pytest.MonkeyPatch()
@@ -131,12 +131,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
             _keep(items, config, _is_quick)
         return
     _keep(items, config, lambda item: _is_about(item, DEVICE))
-    for item in items:  # eager warns of every copy of such a module
+    for item in items:  # eager warns of every copy of a recurrent module
         item.add_marker(pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported and collected stays to the end: no collection of garbage walks through it any more."""
+    """Freezes imported and collected objects: no collection of garbage walks through them any more."""
     gc.collect()
     gc.freeze()
 
@@ -164,7 +164,7 @@ def _on_any_device(nodeid: str) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """What such a file makes when it is imported, samples inside of objects and parameters too, is on the device."""
+    """Tensors that a test file of any device makes at import, also samples inside of objects, are on the device."""
     if not (isinstance(collector, pytest.Module) and _on_any_device(collector.nodeid)):
         return (yield)
     with factories_on(DEVICE):
@@ -207,7 +207,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Of a run on a GPU: how many tests ran, and where."""
+    """Reports, for a run on a GPU, how many tests ran, and where."""
     if DEVICE.type == "cpu":
         return
     ran = sum(len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "failed"))

@@ -1,7 +1,7 @@
 """Kernels that the compiler's tests need, planned for a GPU: ``python -m tests.cuda_kernels [test files, options]``.
 
-Runs tests on the processor; what they compile is planned under the GPU's rules as well. Each such plan is then run with
-random numbers as OpenCL on PoCL, beside the CPU backend's kernel of that very plan. The last line counts what differs.
+Runs tests on the processor; their functions are planned under the GPU's rules as well. Each GPU plan is then run with
+random numbers as OpenCL on PoCL, beside the CPU backend's kernel of that very plan. The last line counts differences.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _HOST = CpuBackend(target=host_backend().target, order=ORDER, limits=LIMITS)
 
 
 class collected:
-    """``with collected() as plans:`` what is compiled inside is planned for a GPU, too; a launch of each plan."""
+    """``with collected() as plans:`` functions compiled inside are also planned for a GPU; a launch of each plan."""
 
     def __enter__(self) -> dict:
         self.plans: dict = {}
@@ -91,7 +91,7 @@ class collected:
 
 
 def check(planned: list[Planned]) -> Iterator[tuple[Planned, str]]:
-    """Each launch, and what differs; empty where nothing does."""
+    """Each launch, and its difference; empty if there is none."""
     for some in (planned[begin : begin + _AT_ONCE] for begin in range(0, len(planned), _AT_ONCE)):
         host = _HOST.build([(f"k{index}", _HOST.kernel(each.plan)) for index, each in enumerate(some)])
         ours = CudaKernels([[each] for each in some])

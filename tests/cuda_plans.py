@@ -23,10 +23,10 @@ __all__ = ["BACKEND", "FOR_LITTLE", "CudaKernels", "array", "assert_near", "plan
 
 FOR_LITTLE = CudaBackend(arch="sm_90")
 
-#: Takes every tensor for a large one, so that small tests see the vectors and rows of those.
+#: Takes every tensor for a large one, so that small tests see the vectors and rows of large ones.
 BACKEND = CudaBackend(replace(ORDER, small_rows=0), LIMITS.having(single_elements=0), arch="sm_90")
 
-#: Of the largest number of a result, what two orders of summation may differ by.
+#: Difference of two orders of summation, relative to the largest number of a result.
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
@@ -66,7 +66,7 @@ class CudaKernels:
     ) -> None:
         """Runs a graph's kernels; ``memory`` has the inputs, and the results afterwards.
 
-        Those that sum columns run as one and as two, which give the same bits.
+        Kernels that sum columns run in one stage and in two, which give the same bits.
 
         ``number``: extents as numbers.
         """

@@ -53,15 +53,15 @@ FACTORIES = (
 _CALLERS = tuple(
     str(Path(file).parent) for file in (__file__, nn.modules.__file__, transformers.models.__file__) if file is not None
 )
-"""Whose calls without a device are meant: those of tests, and of constructors of modules."""
+"""Folders whose calls without a device are redirected: tests, and constructors of modules."""
 
 
 @contextmanager
 def factories_on(device: torch.device) -> Iterator[None]:
     """Tests and constructors of modules make their tensors on a device, where they name none.
 
-    Torch's own function mode for this (``torch.set_default_device``) would be seen by what is tested, and would move
-    tensors that the package itself makes. A generator of the CPU draws there, and what it drew is moved.
+    The tested code would see torch's own function mode for this (``torch.set_default_device``), which would move
+    tensors that the package itself makes. A generator of the CPU draws there, and its draws are moved.
     """
     with torch.device("cpu"):
         torch.empty(0)  # torch notes which functions follow a default device when it first has one: not the patched
@@ -85,7 +85,7 @@ def _placed(factory: Callable[..., torch.Tensor], device: torch.device) -> Calla
         requires_grad = kwargs.pop("requires_grad", False)
         return factory(*args, **kwargs).to(device).requires_grad_(requires_grad)
 
-    make.__name__, make.__doc__ = factory.__name__, factory.__doc__  # not wraps: who unwraps it finds no source
+    make.__name__, make.__doc__ = factory.__name__, factory.__doc__  # not wraps: unwrapping would find no source
     return make
 
 
@@ -96,7 +96,7 @@ def generators() -> torch.Tensor:
 
 
 def set_generators(state: torch.Tensor) -> None:
-    """Puts back what :func:`generators` gave."""
+    """Restores a state from :func:`generators`."""
     own = len(torch.get_rng_state())
     torch.set_rng_state(state[:own])
     if DEVICE.type == "cuda":

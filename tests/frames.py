@@ -2,7 +2,7 @@
 
 TVMScript's decorators and the samples of torch's operator lists ask ``inspect.stack()``, which asks for the module of
 every frame. The frames of a file ``<...>`` (the import system, ``runpy``) belong to none, and ``inspect`` goes through
-all modules that there are, some thousands, to find that out: for every such frame, every time.
+all modules that there are, some thousands, to find that out: for every frame of that kind, every time.
 
 A stack as text, which torch makes for every mode of fake tensors and for every ``torch.manual_seed``, asks the file
 system about the file of every frame: whether it has changed. pytest's frames are many, and their files do not change.
@@ -31,7 +31,7 @@ _STAY = (
 
 
 def quick_getmodule(thing: Any, _filename: str | None = None) -> ModuleType | None:
-    """What ``inspect.getmodule`` answers."""
+    """The result of ``inspect.getmodule``."""
     if isinstance(thing, FrameType) and (_filename or thing.f_code.co_filename).startswith("<"):
         return None
     return _getmodule(thing, _filename)

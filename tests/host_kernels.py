@@ -1,8 +1,8 @@
 """Eager on a GPU with the host's kernels: the reference where a GPU's kernel computes float64 with float32 numbers.
 
-torch's CUDA kernels of ``hardswish`` and ``weight_norm`` have constants of float32 in float64, too: they are off by
-5e-8. Draws, views and what is not float64 stay the GPU's, so that the same module, arguments and generator can be run
-again and only the numbers change.
+torch's CUDA kernels of ``hardswish`` and ``weight_norm`` use constants of float32 even in float64: they are off by
+5e-8. Draws, views and results of other types stay the GPU's, so that the same module, arguments and generator can be
+run again and only the numbers change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def on_host(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) ->
 
 
 class HostKernels(TorchDispatchMode):
-    """What operators make of float64 tensors is overwritten by what another kernel makes of the same.
+    """Overwrites operators' float64 results by another kernel's results for the same operands.
 
     Args:
         kernel: the other one; on the host, unless told otherwise.
@@ -54,7 +54,7 @@ class HostKernels(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # an operator of the GPU alone
             return made
         for own, exact in zip(pytree.tree_leaves(made), pytree.tree_leaves(other), strict=True):
-            # what a kernel keeps for its backward may have another shape there
+            # a result for the kernel's own backward may have another shape there
             if isinstance(own, Tensor) and own.dtype == torch.float64 and own.shape == exact.shape:
                 exact = exact.to(own.device)
                 if _differ(own, exact):

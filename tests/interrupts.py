@@ -1,7 +1,7 @@
 """Interrupts at random moments while a module is compiled: ``python -m tests.interrupts --count 500``.
 
 Each is a SIGINT sent by another thread. It has to come out as ``KeyboardInterrupt`` and nothing else, unless the
-compiling was over, and to leave the module, the generators and what torch keeps for the whole process as they were.
+compiling was over, and to leave the module, the generators and torch's process-wide state as they were.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def convolutional(width: int) -> nn.Module:
 
 
 def modules(rng: random.Random) -> Iterator[tuple[nn.Module, torch.Tensor]]:
-    """Modules with samples, of ever new widths: what was compiled before is not found again."""
+    """Modules with samples, of ever new widths, so that nothing is found in a cache."""
     while True:
         width = rng.randrange(5, 200)
         yield Recorded(width), torch.randn(4, width)
@@ -90,7 +90,7 @@ def _autocast_depth() -> int:
 
 
 def process_state() -> dict[str, Any]:
-    """What torch, Python and this package keep for the process or the thread."""
+    """State of torch, Python and this package for the process or the thread."""
     return {
         "generators": (torch.get_rng_state().tolist(), random.getstate()),
         "grad mode": torch.is_grad_enabled(),
@@ -126,7 +126,7 @@ def module_state(module: nn.Module) -> list[Any]:
 
 
 def interrupted(compiling: Callable[[], Any], delay: float, send: Callable[[], Any]) -> str:
-    """Compiles with one SIGINT after ``delay`` seconds → ``"interrupted"``, ``"over"``, or what else was raised."""
+    """Compiles with one SIGINT after ``delay`` seconds → ``"interrupted"``, ``"over"``, or another error."""
     timer = threading.Timer(delay, send)
     is_over = False
     try:
@@ -163,7 +163,7 @@ def heard() -> Iterator[None]:
 
 
 def series(count: int, seed: int, seconds: float) -> tuple[Counter[str], list[str]]:
-    """``count`` interrupts → how often what came out, and what was not as it should be, a line each.
+    """``count`` interrupts → counts of the outcomes, and problems, a line each.
 
     They come at moments up to ``seconds`` after the start, until an uninterrupted one tells how long compiling takes.
     """

@@ -79,9 +79,7 @@ def related_tests(path: Path) -> dict[Path, str]:
     for row in re.findall(r'test="([\w/.]+\.py)', path.read_text(encoding="utf-8")):
         found.setdefault(ROOT / row, "named by a quirk of the file")
     folder = next(each for each in (ROOT / TESTS / module.replace(".", "/")).parents if any(each.glob("test_*.py")))
-    parts = (
-        (ROOT / TESTS / module.replace(".", "/")).relative_to(folder).parts
-    )  # a file, or what has no folder of tests
+    parts = (ROOT / TESTS / module.replace(".", "/")).relative_to(folder).parts  # a file, or folders without tests
     words = {word for part in parts for word in part.split("_")}
     for each in sorted(folder.glob("test_*.py")):
         if shared := sorted(word for word in words if any(_are_alike(word, of) for of in each.stem.split("_")[1:])):

@@ -1,4 +1,4 @@
-"""CUDA without a GPU, and with one: what a test wants of the machine, else it is skipped with the reason."""
+"""CUDA without a GPU, and with one: a test's requirements on the machine, else it is skipped with the reason."""
 
 from __future__ import annotations
 

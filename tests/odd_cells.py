@@ -172,7 +172,7 @@ class HaltingRNN(nn.Module):
 
 
 class DeltaMemory(nn.Module):
-    """A matrix that learns what it does not know yet ("fast weights", Schlag et al., 2021)."""
+    """A matrix updated by the delta rule ("fast weights", Schlag et al., 2021)."""
 
     def __init__(self, width: int):
         super().__init__()

@@ -1,7 +1,7 @@
 """Thread-bound kernels on a processor: a PrimFunc → OpenCL C by TVM → PoCL → run on numpy arrays.
 
 The device part is the very statements that CUDA C is written from; the host part (extents of launches, which arguments
-each takes, from the launch's integers) is read from what TVM splits off. Functions of CUDA's preamble have their plain
+each takes, from the launch's integers) is read from TVM's host function. Functions of CUDA's preamble have their plain
 form here.
 """
 

@@ -1,4 +1,4 @@
-"""Philox 4x32-10 and the masks of a GPU's fused dropout, by numpy: what generated kernels are compared with."""
+"""Philox 4x32-10 and the masks of a GPU's fused dropout, by numpy: the reference of generated kernels."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def launched(count: int, most: int) -> int:
 
 
 def advance(count: int, most: int) -> int:
-    """What eager adds to the generator's offset."""
+    """Eager's increment of the generator's offset."""
     return ((count - 1) // (launched(count, most) * 4) + 1) * 4
 
 

@@ -87,7 +87,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 
 def checked(name: str, steps: int) -> str:
-    """What became of one network."""
+    """One network's outcome: same, refused, or WRONG with the difference."""
     try:
         module = check_module(NETWORKS[name], lambda: torch.randn(BATCH, steps, WIDTH, requires_grad=True), calls=1)
     except UnsupportedModule as error:

@@ -1,8 +1,8 @@
 """Stress of the default generator: threads that draw all the time, dispatched modules that train beside them.
 
 Each draw is a piece of the one stream, so the order in which they happened can be found afterwards: the generator is
-run again from the same seed, and every number must belong to what some thread drew next, until all are accounted for
-and the states are equal. A number used twice or lost leaves a draw that nobody can have made.
+run again from the same seed, and every number must belong to some thread's next draw, until all are accounted for
+and the states are equal. A number used twice or lost leaves a draw that no thread can have made.
 
     python -m tests.rng_stress --seconds 60
 """
@@ -49,7 +49,7 @@ class Drops(nn.Module):
 
 
 Record = tuple[str, Tensor]
-"""What was drawn, and its numbers or, of a mask, which elements are kept."""
+"""A draw's kind, and its numbers or, for a mask, which elements are kept."""
 
 
 def again(record: Record, generator: torch.Generator) -> bool:

@@ -62,7 +62,7 @@ BRIDGE = (
     "api",
     "__init__",
 )
-"""Rooms and loose files of ``bridge/``; each imports only from those before it, through their ``__init__``."""
+"""Rooms and loose files of ``bridge/``; each imports only from earlier ones, through their ``__init__``."""
 
 COMPILE = (
     *(
@@ -85,14 +85,14 @@ COMPILE = (
 
 @dataclass(frozen=True)
 class Tree:
-    """Modules by dotted name, with their line counts and what each imports.
+    """Modules by dotted name, with their line counts and imports.
 
     Attributes:
         lines: number of lines of each module's file.
         imports: ``(importing module, imported module)`` pairs inside the three packages.
         classes: public names of classes, once for each module that defines one.
         long_functions: functions of more code lines than are wanted (docstring, comments and blank lines do not count).
-        wide_classes: classes of more fields than are wanted: those that they declare or that ``__init__`` sets.
+        wide_classes: classes of more fields than are wanted, declared or set by ``__init__``.
         provers: modules that look for loops: they ask for the periods of rows.
         trials: modules that read a clock themselves, to choose; base's stopwatch is for logs and reports.
         serializers: modules that import json or pickle. The texts that calls of the library have as arguments, whose
@@ -109,7 +109,7 @@ class Tree:
     serializers: tuple[str, ...]
 
     def sizes(self) -> dict[str, int]:
-        """The tree → what :data:`BOUNDS` bounds."""
+        """The tree → the measures of :data:`BOUNDS`."""
         shared = [name for name, modules in Counter(self.classes).items() if modules > 1]
         counts = (
             len(self.lines),
@@ -139,7 +139,7 @@ class Tree:
         return found
 
     def past_a_face(self) -> list[str]:
-        """Imports from another room of ``bridge/`` that do not go through its ``__init__``; base has no such face."""
+        """Imports from another room of ``bridge/`` that do not go through its ``__init__``, except imports of base."""
         return [
             f"{importer} imports {imported}"
             for importer, imported in self.imports
@@ -182,7 +182,7 @@ def tree() -> Tree:
 
 
 def _writes(parsed: ast.Module) -> bool:
-    """Whether a module imports what writes values down."""
+    """Whether a module imports a serializer."""
     names = [alias.name for node in ast.walk(parsed) if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in ast.walk(parsed) if isinstance(node, ast.ImportFrom)]
     return not {"json", "pickle", "marshal"}.isdisjoint(names)
@@ -235,7 +235,7 @@ def _imported(importer: str, path: Path, files: dict[str, Path]) -> Iterator[str
 
 
 def _offered(package: str, files: dict[str, Path]) -> set[str]:
-    """What the ``__all__`` of a package's face lists: a name there may be a function called like its file."""
+    """The names in a package's ``__all__``: one of them may be a function called like its file."""
     if files[package].name != "__init__.py":
         return set()
     return {
@@ -247,7 +247,7 @@ def _offered(package: str, files: dict[str, Path]) -> set[str]:
 
 
 def main() -> int:
-    """Prints rooms, sizes and edges; what is wrong goes last. Returns 1 if anything is."""
+    """Prints rooms, sizes and edges, then violations. Returns 1 if there are any."""
     found = tree()
     by_room: dict[str, list[str]] = {}
     for module in found.lines:

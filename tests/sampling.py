@@ -1,9 +1,9 @@
 """Samples of families: many cases of one path → parameters of which some run always and the others are sweeps.
 
-What runs always (``make test``) is one case of each path of the product: of several cases that run the same code on
-other numbers, shapes or types, the cheapest that is as strict as the others; of whole models, those that do what no
-smaller test does. A family keeps at least one case, unless all that it shows is shown by another one beside it. The
-rest is run by ``make test-all``, and on a GPU.
+One case of each path of the product runs always (``make test``): among cases that run the same code on other numbers,
+shapes or types, the cheapest that is as strict as the others; a whole model, if it covers a path that no smaller test
+covers. A family keeps at least one case, unless another family covers all of it. The rest is run by ``make test-all``,
+and on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def sampled(cases: Iterable[Any], always: Container | Callable[[Any], bool]) -> 
     Args:
         cases: values, tuples of them where a test has several parameters at once, or either as a ``pytest.param`` with
             marks, which stay.
-        always: those that run in ``make test``, or what says so of a case. Each path of the product has one of them.
+        always: the cases that run in ``make test``, or a predicate. Each path of the product has one of them.
     """
     runs = always if callable(always) else always.__contains__
     found = []

@@ -1,4 +1,4 @@
-"""The benchmarks' entry lists and runs them; what they stand on does what they say."""
+"""The benchmarks' entry lists and runs them; their helpers do as documented."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The map from product files to tests: nearest tests, a reason for each, an error for what is no product file."""
+"""The map from product files to tests: nearest tests, a reason for each, an error for other files."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""README and docs say what is so: links and paths exist, examples run, generated parts are up to date, sizes hold."""
+"""README and docs are true: links and paths exist, examples run, generated parts are up to date, sizes hold."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def relax_layer(args: list[torch.Tensor], layers: int = 1) -> Function:
 
 
 def layers_of(layers: int) -> Callable:
-    """What builds such layers, for any batch and length."""
+    """A function that builds so many layers, for any batch and length."""
 
     def build(scope: Scope, *params: Var):
         named = dict(zip(NAMES, params, strict=True))

@@ -1,5 +1,5 @@
-"""Functions with symbolic extents for tests: a function and the sizes that vary -> that it is, at any size, what the
-static function of that size becomes."""
+"""Helpers for functions with symbolic extents: a function and its dynamic sizes → asserts that the symbolic pipeline's
+result equals the static pipeline's at each size."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def function_of(
     scope: ExtentScope | None = None,
     high: int | None = None,
 ) -> Function:
-    """What ``build(scope, *params)`` describes, with symbols of ``scope``, at most ``high``, at ``places``."""
+    """The function of ``build(scope, *params)``, with symbols of ``scope``, at most ``high``, at ``places``."""
     places = places or {}
     symbols: dict[str, Dim] = {}
     for (argument, axis), name in places.items():
@@ -66,7 +66,7 @@ def function_of(
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a function becomes: its joint function, cleaned, and the two halves; primals include dropout masks."""
+    """A function's joint function, cleaned, and the two halves; primals include dropout masks."""
 
     joint: Function
     parts: Partitioned
@@ -140,7 +140,7 @@ def compare(
     gradients in float64, and the numbers of bindings, which may be ``apart`` (of the halves, which are cut where it is
     best for the sample, at the sample's size).
 
-    Sizes: those given, by default 2, 7 and the sample's. Those that a guard excludes are left out. Returns the scope.
+    ``sizes``: by default 2, 7 and the sample's; sizes that a guard excludes are left out. Returns the scope.
     """
     scope = ExtentScope()
     made = pipeline(function_of(build, args, places, scope, high))

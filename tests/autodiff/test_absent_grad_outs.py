@@ -88,7 +88,7 @@ def test_several_results_and_grad_outs():
     assert without_grad_outs(func, [1], [0, 1]) is None, "a result that is computed from nothing else"
 
 
-#: what another formula computes, or nobody knows
+#: expressions that another formula computes, or that have no rule
 REFUSED = {
     "what is taken from nothing": lambda s, there, absent: op.subtract(absent, there),
     "a divisor": lambda s, there, absent: op.divide(there, absent),

@@ -1,4 +1,4 @@
-"""Biases that products add: what becomes one call, and what must not; numbers on the way that a GPU's calls take."""
+"""Bias epilogues: sums that become one call and sums that must not; dtypes inside a GPU's calls."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_numbers_are_eagers(monkeypatch, shape):
 
 
 def test_numbers_of_rows_that_vary(monkeypatch):
-    """The sample's decides; of fewer or more the numbers are eager's, too."""
+    """The sample's number of rows decides; with fewer or more, results also equal eager's."""
     monkeypatch.setattr(pipeline, "HOST", torch.device("meta"))
     torch.manual_seed(0)
     module, varying = _Layers(), ({1: torch.export.Dim("length", max=4096)},)

@@ -62,7 +62,7 @@ def test_broadcasts_move_into_their_users():
     values = dict(bindings(func))
     assert [shape(arg) for arg in values[results(func)[0]].args] == [(2, 3), (3,)]
     assert [shape(arg) for arg in values[results(func)[1]].args] == [(3,), (2, 3)]
-    assert results(func)[2].name == "wide"  # who needs it wide still has it
+    assert results(func)[2].name == "wide"  # the result still has the wide shape
 
 
 def test_broadcasts_that_give_the_shape_stay():

@@ -1,4 +1,4 @@
-"""The joint function: parameters, results, names, what is unsupported; and seeding the VJP."""
+"""The joint function: parameters, results, names, unsupported operators; and seeding the VJP."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ for _name in ("simplification", "structure", "normalizations", "differentiation"
 
 EXPORTED = [value for name in autodiff.__all__ if is_pass(value := getattr(autodiff, name))]
 ALL_PASSES = {apply.__name__: apply for apply in (*EXPORTED, *PASSES)}
-#: Passes that give the same object for what they have made. The others add parameters, or differentiate once more.
+#: Passes that return their own result unchanged. The others add parameters, or differentiate once more.
 IDEMPOTENT = [name for name, entry in GOLDEN.items() if not entry.options and entry.apply is not autodiff.differentiate]
 
 

@@ -1,4 +1,4 @@
-"""What a sample of a rule does not show: the operators a gradient is made of, and what has none."""
+"""Gradient rules beyond their samples: the operators of a gradient, and arguments without one."""
 
 from __future__ import annotations
 

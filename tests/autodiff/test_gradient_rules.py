@@ -17,7 +17,7 @@ from tests.autodiff.samples import SAMPLES
 for _name in ("elementwise", "structure", "indexing", "library", "scan"):
     importlib.import_module(f"tests.autodiff.samples.{_name}")
 
-#: TVM's own rules that ours leave in place. What reads no tensor is never differentiated.
+#: TVM's own rules that ours leave in place. Operators without tensor operands are never differentiated.
 TVM_RULES = {
     name for name in Op.list_op_names() if name.startswith("relax.") and Op.get(name).get_attr("FPrimalGradient")
 } - {"relax.call_pure_packed", *having("creation")}

@@ -1,4 +1,4 @@
-"""Passes for inference: what is folded and merged, what is left alone, where a function is cut."""
+"""Passes for inference: foldings and merges, functions that stay, cuts of a function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def operators(function) -> list[str | None]:
 
 @I.ir_module
 class LeftAlone:
-    """What looks like a scale of channels, or like parallel products, and is neither."""
+    """Functions that resemble a scale of channels or parallel products, and are neither."""
 
     @R.function(private=True)
     def along_rows(w: R.Tensor((6, 4), "float32"), s: R.Tensor((4, 1), "float32"), x: R.Tensor((4, 6), "float32")):

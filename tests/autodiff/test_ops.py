@@ -1,4 +1,4 @@
-"""The table of operator traits: complete rows, real operators, and nothing said of what is not in it."""
+"""The table of operator traits: complete rows, real operators, and no traits for other operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of zero paddings: what becomes one concatenation, and what must stay a sum."""
+"""Sums of zero paddings → one concatenation, or a sum that must stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of matrix products: what becomes one longer product, and what must not."""
+"""Sums of matrix products → one longer product, or a sum that must stay."""
 
 from __future__ import annotations
 

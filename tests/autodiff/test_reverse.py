@@ -80,7 +80,7 @@ def _function(func, backward, gradients) -> Function:
 
 
 def _tvm(func, wanted) -> Function:
-    """What the pass appends to ``func``, without copies and transposes of products, on the variables of ``func``."""
+    """TVM's backward of ``func``, without copies and transposes of products, on the variables of ``func``."""
     scalar = results(func)[0]
     single = relax.Function(func.params, relax.SeqExpr(func.body.blocks, scalar), scalar.ty)
     module = relax.transform.Normalize()(IRModule({"main": single}))

@@ -1,4 +1,4 @@
-"""Rolling up: what is proven to be a loop, what stays as it is, and that nothing else is computed."""
+"""Rolling up: steps that are proven to be a loop, steps that stay; values and gradients are unchanged."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def parts_before(scope, h, x, w):
 
 
 def looks_back(scope, h, x, w):
-    """A step reads what the two before it made."""
+    """A step reads the states of the two steps before it."""
     before = h
     for index in range(STEPS):
         h, before = cell(scope, scope.emit(op.multiply(h, before)), part(scope, x, index), w), h
@@ -250,7 +250,7 @@ def independent(scope, h, x, w):
 
 
 def far_back(scope, h, x, w, steps=7):
-    """A step reads what the fifth one before it made."""
+    """A step reads the state of the fifth step before it."""
     made = [h] * 5
     for _ in range(steps):
         made.append(cell(scope, made[-5], x, w))
@@ -266,7 +266,7 @@ def test_steps_that_look_far_back_are_a_loop_two_by_two():
 
 
 def first_step_again(scope, h, x, w):
-    """Every step reads what the first one made."""
+    """Every step reads the first step's state."""
     first = cell(scope, h, x, w)
     h = first
     for _ in range(STEPS):

@@ -15,7 +15,7 @@ from tests.autodiff.gradcheck import check, draw
 
 
 def _spelled(build):
-    """The build function that leads to the spelled-out form of what ``build`` describes."""
+    """A build function for the spelled-out form of ``build``'s function."""
 
     def spelled(scope, *params):
         value = build(scope, *params)

@@ -1,4 +1,4 @@
-"""ZappLike, ZeroZapp, OneZapp: before and after, and what they must leave alone."""
+"""ZappLike, ZeroZapp, OneZapp: before and after, and expressions that must stay."""
 
 from __future__ import annotations
 

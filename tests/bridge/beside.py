@@ -31,8 +31,8 @@ def beside(
     """Compares ``step(module, own, i)`` of an eager module with that of a dispatched one, for each ``i``.
 
     Args:
-        make: the module, and what the loop has besides.
-        sample: what the dispatch is added with, from these; ``None``: without a sample.
+        make: returns the module and the loop's other state.
+        sample: returns the dispatch's sample from both; ``None``: without a sample.
         step: returns tensors and plain values, all of which must be equal.
         hits: at least; all steps but a first call without a sample, unless given.
 

@@ -42,7 +42,7 @@ SMALL_GRADIENT = 0.01
 zero up to rounding, and the ratio of two roundings says nothing."""
 
 NONE_OF_NOTHING = torch.__version__ < torch.torch_version.TorchVersion("2.12")
-"""Whether what has no elements may have no gradient in eager: of ``linalg.det`` it has none there."""
+"""Whether an empty tensor may have no gradient in eager: ``linalg.det`` gives it none."""
 
 
 class Function(nn.Module):
@@ -69,7 +69,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Run:
-    """What one forward and backward left behind: tensors are detached copies."""
+    """Results and state of one forward and backward: tensors are detached copies."""
 
     outputs: tuple
     spec: pytree.TreeSpec
@@ -93,7 +93,7 @@ def as_call(sample: Any) -> Call:
 def clone_tree(tree: Any, dtype: torch.dtype | None = None) -> Any:
     """New leaves of the same values and ``requires_grad``; floating point ones in ``dtype`` if it is given.
 
-    A tensor that occurs twice occurs twice in the copy; strides are kept where they are those of a dense tensor.
+    A tensor that occurs twice occurs twice in the copy; strides of dense tensors are kept.
     """
     seen: dict[int, Tensor] = {}
 
@@ -113,10 +113,10 @@ def run(module: nn.Module, call: Call, *, seed: int = 0, process: Callable[[Any]
 
     Args:
         module: run as it is; its parameters' gradients are reset first.
-        call: arguments; gradients of those that require them are reported as ``input 0``, ``input 1``, ….
+        call: arguments; their gradients are reported as ``input 0``, ``input 1``, ….
         process: applied to the result before it is differentiated (a sign convention, for example).
 
-    Cotangents come from a generator of their own, so that the default generator shows what the module drew.
+    Cotangents come from a generator of their own, so that the default generator shows the module's draws.
     """
     leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     for tensor in (*module.parameters(), *leaves):

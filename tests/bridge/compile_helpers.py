@@ -1,4 +1,4 @@
-"""Building small Relax functions in flat form and comparing what they compile to with torch."""
+"""Building small Relax functions in flat form and comparing their programs with torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def function(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Fun
 
 
 def current_options(sums_in_place: bool = False) -> CompileOptions:
-    """What this machine's processor compiles with now."""
+    """The current options for this machine's processor."""
     return replace(CompileOptions.current(backend_for(None)), sums_in_place=sums_in_place)
 
 

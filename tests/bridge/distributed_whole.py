@@ -92,7 +92,7 @@ def ddp(
 
 
 def events() -> list[str]:
-    """What happens in one backward, in order: segments that run, buckets whose all-reduce starts."""
+    """The events of one backward, in order: segments that run, buckets whose all-reduce starts."""
     seen: list[str] = []
 
     def hook(state, bucket):  # DDP compares annotations, which are texts here
@@ -238,8 +238,8 @@ def parallel_plans() -> Report:
 
 
 def distributed_parameters() -> Report:
-    """What a dispatched and an eager module say of parameters that became shards without a plan, and of a shard that
-    is passed to one whose parameters are plain."""
+    """The errors of a dispatched and an eager module for parameters that became shards without a plan, and for a shard
+    that is passed to a module with plain parameters."""
     mesh, x = init_device_mesh("cpu", (WORLD,)), torch.randn(4, WIDTH, dtype=torch.float64)
     whole = distribute_tensor(x, mesh, [Replicate()])
     found = {}

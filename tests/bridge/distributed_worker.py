@@ -350,7 +350,7 @@ def main(directory: str, *chosen: str) -> None:
 
     folder = pathlib.Path(directory)
     rank, others = 0, []
-    for other in range(1, WORLD):  # while there is one thread: what was imported is imported once
+    for other in range(1, WORLD):  # while there is one thread: the children share the imports
         others.append(os.fork())
         if others[-1] == 0:
             rank, others = other, []
@@ -358,7 +358,7 @@ def main(directory: str, *chosen: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
     held = [make_net(dtype) for dtype in (torch.float64, torch.float32)]
-    for net in held:  # alive to the end: the scenarios' blocks equal these, and are captured and compiled once
+    for net in held:  # alive to the end: the scenarios' blocks are equal, and are captured and compiled once
         dispatch_blocks(net)
     held.append(dispatch_whole(make_net()))
     scenarios = SCENARIOS | WHOLE

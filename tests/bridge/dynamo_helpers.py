@@ -1,4 +1,4 @@
-"""What the tests of ``torch.compile(backend="tvm_dispatch")`` share."""
+"""Helpers of the tests of ``torch.compile(backend="tvm_dispatch")``."""
 
 from collections import Counter
 

@@ -236,7 +236,7 @@ class DetachedOutput(nn.Module):
 
 
 class NoGradBlock(nn.Module):
-    """What is computed under ``no_grad`` is a constant for autograd, also where the result meets other operands."""
+    """A value computed under ``no_grad`` is a constant for autograd, also where it meets other operands."""
 
     def __init__(self):
         super().__init__()

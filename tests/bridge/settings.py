@@ -1,4 +1,4 @@
-"""What modules of tests read in another file: a number, a table, a class and an object of settings, helpers."""
+"""Objects that test modules read from another file: a number, a table, a class and an object of settings, helpers."""
 
 SCALE = 2.0
 TABLE = {"gain": 1.5}

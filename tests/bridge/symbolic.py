@@ -58,7 +58,7 @@ def differentiated(module: nn.Module, sample: Any, dynamic_shapes: Any) -> Lower
 
 
 def sizes_of(captured: Captured, args: tuple, kwargs: dict[str, Any]) -> dict[str, int]:
-    """What the scope's symbols are in a call."""
+    """The values of the scope's symbols in a call."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     found: dict[str, int] = {}
     for shape, tensor in zip(captured.argument_shapes, tensors, strict=True):
@@ -70,7 +70,7 @@ def sizes_of(captured: Captured, args: tuple, kwargs: dict[str, Any]) -> dict[st
 
 
 def at_sizes(lowered: LoweredCall, args: tuple, kwargs: dict[str, Any]) -> LoweredCall:
-    """The lowered call for the sizes of another call: static, as if it had been lowered for those."""
+    """The lowered call for the sizes of another call: static, as if it had been lowered for these sizes."""
     captured = lowered.captured
     scope, sizes = captured.extents, sizes_of(captured, args, kwargs)
     assert scope.broken()(sizes) is None, (scope.broken()(sizes), sizes)
@@ -123,7 +123,7 @@ def _assert_close(results: Sequence[torch.Tensor], expected: Sequence[torch.Tens
 
 
 def _assert_form(static: LoweredCall, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Shapes, strides and element types of the results are those that the capture tells for this size."""
+    """Asserts that shapes, strides and element types of the results equal the capture's for this size."""
     with torch.random.fork_rng(devices=[]):
         leaves = pytree.tree_leaves(static.sample.module(*args, **kwargs))
     for leaf, output in zip(leaves, static.captured.outputs, strict=True):

@@ -1,4 +1,4 @@
-"""``examine`` tells before compiling what ``add_tvm_dispatch`` would refuse, with the same list."""
+"""``examine`` lists the refusals of ``add_tvm_dispatch`` before compiling."""
 
 from __future__ import annotations
 

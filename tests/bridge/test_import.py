@@ -28,7 +28,7 @@ ROOMS = {
 
 
 def fresh(script: str) -> str:
-    """What a script prints in a new process."""
+    """A script's output in a new process."""
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)

@@ -28,7 +28,7 @@ from tests.bridge.clock import Clock
 
 
 class Turns(Clock):
-    """A clock whose steps say who had a turn."""
+    """A clock whose steps note their names, in turns."""
 
     def __init__(self):
         super().__init__()

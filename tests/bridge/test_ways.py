@@ -1,4 +1,4 @@
-"""``examine(compare=True)``: what is to be done about a module that cannot be dispatched whole."""
+"""``examine(compare=True)``: advice for a module that cannot be dispatched whole."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Modules that people train on GPUs, small: by name, what makes the module and what makes its sample."""
+"""Small modules as trained on GPUs: name → constructor of the module and of its sample."""
 
 from __future__ import annotations
 

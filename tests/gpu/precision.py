@@ -1,4 +1,4 @@
-"""Precision of float32 products, for a while: monkeypatch deletes such a setting where it should restore it."""
+"""Precision of float32 products, for a while: monkeypatch would delete the setting where it should restore it."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_computed_bits_and_offsets(gpu, dtype):
 
 
 def test_more_elements_than_a_short_index_reaches(gpu):
-    """Such masks are stored; the formula holds there too."""
+    """Masks of so many elements are stored; the formula holds there as well."""
     count, rate = 2**31 + 8, 0.1
     if torch.cuda.mem_get_info(HOME)[0] < 24 * 2**30:
         pytest.skip("needs 24 GiB")
@@ -253,7 +253,7 @@ def test_dropout_of_an_argument_from_any_place(dtype, gpu):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_gradients_have_the_masks_of_the_call(dtype, gpu):
-    """Of an argument, which lies in memory of the caller's, and of what is computed."""
+    """Dropout of an argument, in the caller's memory, and of a computed value."""
     torch.manual_seed(0)
     eager = Twice().to(HOME, dtype)
     ours, x, found = copy.deepcopy(eager), torch.randn(5, 33, 96, device=HOME, dtype=dtype).requires_grad_(), []

@@ -169,7 +169,7 @@ def test_memory_that_ran_out():
     others = []
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            while True:  # what is free of segments in which others' tensors lie
+            while True:  # fills the free parts of segments with others' tensors
                 others.append(torch.empty(1 << 22, dtype=torch.uint8, device="cuda"))
         with pytest.raises(torch.OutOfMemoryError):
             module(x)

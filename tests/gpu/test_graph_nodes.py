@@ -38,7 +38,7 @@ def fill(tensor, value, size, count):
 @pytest.mark.parametrize("size, value", [(1, 0), (1, 0xA7), (2, 0x1234), (4, 0), (4, 0xDEADBEEF)])
 @pytest.mark.parametrize("count", [1, 5, 64, 1000, 2**22 + 3])
 def test_fills_are_what_they_were(side, replaced, size, value, count):
-    """Between what writes there before and what reads there after, in each replay."""
+    """Between a write before and a read after, in each replay."""
     dtype = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[size]
     memory, source = (torch.zeros(count + 9, dtype=dtype, device=DEVICE) for _ in range(2))
     found = torch.zeros_like(memory)

@@ -18,7 +18,7 @@ pytestmark = ON_A_GPU
 
 
 class Block(nn.Module):
-    """What is between its two products decides what is drawn."""
+    """A residual block; the function between its two products draws."""
 
     def __init__(self, between, width: int = 64):
         super().__init__()
@@ -74,12 +74,12 @@ BETWEEN = {
     "dropout": (lambda h: F.dropout(h, 0.3), "a CUDA graph is being captured"),
     "rand_like and dropout": (lambda h: F.dropout(h * torch.rand_like(h), 0.3), "a CUDA graph is being captured"),
 }
-"""By what is drawn, whether the captured call misses, and why; ``None``: either is right."""
+"""Draw → function, and the captured call's reason for a miss, if any; ``None``: either is right."""
 
 
 @pytest.mark.parametrize("drawn", BETWEEN)
 def test_a_captured_step_replays_as_eagers(drawn):
-    """New inputs and seeds at each replay; draws and the generator's state are those of eager's graph."""
+    """New inputs and seeds at each replay; draws and the generator's state equal eager's graph's."""
     between, reason = BETWEEN[drawn]
     torch.manual_seed(0)
     eager, x = Block(between).to(DEVICE), torch.randn(48, 64, device=DEVICE)

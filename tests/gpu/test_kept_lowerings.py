@@ -1,4 +1,4 @@
-"""Lowerings on disk, on a GPU: what is read computes the bits and takes the draws of what was lowered afresh."""
+"""Lowerings on disk, on a GPU: a lowering that is read has the bits and draws of a fresh one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def two_steps(case, precision):
 
 
 def counted(monkeypatch):
-    """What is captured, translated and built from now on."""
+    """Captures, translations and builds from now on."""
     done = []
     for owner, attribute, what in (
         (RecordedCall, "captured", "capture"),

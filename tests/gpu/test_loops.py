@@ -64,7 +64,7 @@ def test_products_in_tf32(name):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [8, 5])
 def test_dropout_in_the_step(monkeypatch, dtype, width):
-    """Eager's masks, wherever what is dropped lies: its address decides which element gets which number."""
+    """Eager's masks, for an operand at any address: the address decides which element gets which number."""
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
     module = check_module(lambda: Dropping(width), lambda: torch.randn(3, 9, width, requires_grad=True), dtype=dtype)
     (entry,) = stats(module).entries

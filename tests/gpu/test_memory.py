@@ -52,10 +52,10 @@ def step(module, x, optimizer):
 
 
 def test_memory_is_flat_over_300_steps():
-    """Recorded from the second call on: when "auto" begins depends on what else the device does.
+    """Recorded from the second call on: when "auto" begins depends on other work of the device.
 
-    What pools hold for the next call is left out: how much that is depends on who else has used them. So are buffers of
-    recordings: a gradient gets one when its address moves, which garbage of others, once collected, makes it do.
+    The pools' blocks for the next call are left out: their size depends on other users of the pools. So are buffers of
+    recordings: a gradient gets one when its address moves, which the collection of other garbage makes it do.
     """
     torch.manual_seed(0)
     module, x = Block().to(DEVICE), torch.randn(64, 96, device=DEVICE)
@@ -74,7 +74,7 @@ def test_memory_is_flat_over_300_steps():
 
 
 def peak(module, call) -> int:
-    """Bytes at the peak of a step of training, what lay there before left out."""
+    """Bytes at the peak of a step of training, without the memory in use before."""
     gc.collect()
     for _ in range(2):
         module.zero_grad(set_to_none=True)
@@ -149,7 +149,7 @@ def test_memory_that_ran_out_in_a_step(where):
         torch.cuda.set_per_process_memory_fraction(1.0)
     loss = None
     module.zero_grad(set_to_none=True)
-    gc.collect()  # the error's frames, which may hold what a program works in
+    gc.collect()  # the error's frames, which may hold a program's memory
     SESSION.reset("programs")
     assert torch.cuda.memory_allocated() <= held  # less where garbage of another test has gone meanwhile
     torch.manual_seed(1)

@@ -32,7 +32,7 @@ def test_a_layer_in_every_type(name, dtype):
     check_module(make, sample, dtype=dtype)
 
 
-@pytest.mark.filterwarnings("ignore:RNN module weights")  # those of a copy lie apart, in eager too
+@pytest.mark.filterwarnings("ignore:RNN module weights")  # a copy's weights lie apart, also in eager
 @pytest.mark.parametrize("name", CASES)
 def test_a_module(name):
     make, sample = CASES[name]

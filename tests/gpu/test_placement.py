@@ -63,7 +63,7 @@ def assert_as_eager(module, eager, given):
 @pytest.mark.parametrize(("scale_on", "shape"), [("cpu", ()), ("cpu", (1,)), ("cpu", (12, 32)), ("cuda", ())])
 @pytest.mark.parametrize("x_on", ["cuda", "cpu"])
 def test_arguments_of_two_devices(x_on, scale_on, shape, on_miss):
-    """What eager takes (a number in a tensor of the CPU's) it is given; what it refuses it refuses in its own words."""
+    """Arguments that eager takes (a number in a tensor of the CPU's) run eager; others raise eager's error."""
     torch.manual_seed(0)
     eager = Scaled().to(DEVICE)
     module = copy.deepcopy(eager)

@@ -99,7 +99,7 @@ def test_memory_is_flat():
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), pair.graphs.held_bytes
 
     seen = [held()]
-    for _ in range(6):  # what lies elsewhere once other tests' garbage has gone is recorded anew
+    for _ in range(6):  # tensors that move once other tests' garbage has gone are recorded anew
         steps(100)
         seen.append(held())
         if seen[-1] == seen[-2]:
@@ -181,7 +181,7 @@ def test_a_users_own_graph_around_a_recorded_module():
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63 + 5, 2**64 - 1])
 def test_states_of_masks_are_the_generators(seed):
-    """Those of masks that kernels compute as those of placed draws, at any offset."""
+    """States of recomputed masks and of in-kernel draws, at any offset."""
     device = torch.device("cuda", torch.cuda.current_device())
     shapes = [(3, 5), (700, 999), (1 << 22,)]
     advances = [gpu_of(device).advance(torch.Size(shape).numel()) for shape in shapes]
@@ -296,7 +296,7 @@ def test_threads_share_memory_of_a_pool():
 
 
 def test_a_recording_has_no_memory_of_a_users_pool():
-    """Made while such a pool is in use, it replays when the pool is gone and its memory is others'."""
+    """Made while the user's pool is in use, it replays when the pool is gone and its memory is reused."""
     pair, pool = Pair(dtype=torch.float32), torch.cuda.MemPool()
     pair.ours.eval()
     x = pair.batch(1)
@@ -378,11 +378,10 @@ def test_a_new_thread_has_handles_of_its_own_before_it_records():
 
 
 def test_what_cublas_works_in_stays_a_recordings():
-    """torch.compile's reduce-overhead gives all of it back, and a graph of eager's ends the process where it lay in
-    memory that nobody holds any more.
+    """torch.compile's reduce-overhead frees all of it, and a graph of eager's ends the process if its memory was freed.
 
-    Input and gradient stay where they are. Masks that torch draws for each call do not, once the allocator has given
-    back what it kept: calls whose masks lie where none did before run by themselves.
+    Input and gradient keep their addresses. Masks that torch draws for each call do not, once the allocator has freed
+    its cache: calls whose masks have a new address run by themselves.
     """
     pair = Pair()
     x, grad = pair.batch(0), pair.batch(1).detach()

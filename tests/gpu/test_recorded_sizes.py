@@ -24,7 +24,7 @@ pytestmark = ON_A_GPU
 
 
 class Layer(nn.Module):
-    """Norms, dropout, activations: what any torch traces with sizes that vary."""
+    """Norms, dropout, activations: operators that every version of torch traces with dynamic sizes."""
 
     def __init__(self) -> None:
         super().__init__()

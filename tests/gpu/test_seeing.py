@@ -1,4 +1,4 @@
-"""What people see of a module on a GPU: launches and bytes, sources in every form, names in profilers."""
+"""Reports about a module on a GPU: launches and bytes, sources in every form, names in profilers."""
 
 from __future__ import annotations
 

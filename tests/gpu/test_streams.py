@@ -1,4 +1,4 @@
-"""A dispatched module on streams: made on one, called on another, used on a third; copies that nobody waits for."""
+"""A dispatched module on streams: made on one, called on another, used on a third; copies without a wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gpu.marks import ON_A_GPU
 pytestmark = ON_A_GPU
 
 LONG = 20_000_000
-"""Cycles that a stream is busy before what matters: who does not wait for it is early."""
+"""Cycles that a stream is busy before the tested work: work that does not wait for it is early."""
 
 
 class Block(nn.Module):
@@ -106,7 +106,7 @@ def gradient_of(module, x):
 
 
 def test_threads_with_streams_of_their_own(pair):
-    """Each trains on its own stream at the same time; results are those of one after the other."""
+    """Each trains on its own stream at the same time; results equal serial runs'."""
     import threading
 
     module, _, x = pair

@@ -11,7 +11,7 @@ from tests.partition.joints import Builder, op
 
 
 def collapse(b: Builder, name: str, g: Var, target: tuple[int, ...]) -> Var:
-    """Sum ``g`` over what broadcasting added."""
+    """Sum ``g`` over the axes that broadcasting added."""
     here = shape(g)
     if here == target:
         return g
@@ -111,7 +111,7 @@ def _inverse(call: Call, ndim: int) -> list[int]:
 
 
 def differentiate(b: Builder, outputs: list[Var], wanted: list[Var], given=None) -> tuple[Function, int, int]:
-    """The joint function of what ``b`` has built: a grad_out per output, and the gradients of ``wanted``.
+    """The joint function of ``b``'s function: a grad_out per output, and the gradients of ``wanted``.
 
     ``given``: the indices of the outputs that receive a grad_out, all by default.
     """

@@ -1,4 +1,4 @@
-"""A numpy interpreter for functions in flat form: what the partition's tests compare with."""
+"""A numpy interpreter for functions in flat form: the reference of the partition's tests."""
 
 from __future__ import annotations
 
@@ -134,6 +134,6 @@ def run_both_halves(parts, num_primals: int, num_outputs: int, args: list[np.nda
 
 
 def run_backward(plan, backward, primals, found, num_outputs, grad_outs):
-    """The gradients, from what the plan says the backward reads."""
+    """The gradients, from the saved tensors of the plan."""
     saved = [primals[i] for i in plan.saved_primals] + [found[i] for i in plan.saved_outputs] + found[num_outputs:]
     return evaluate(backward, saved + list(grad_outs))

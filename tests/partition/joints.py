@@ -1,4 +1,4 @@
-"""Joint functions built by hand, small enough to know what every strategy must do with them."""
+"""Joint functions built by hand, small enough to know every strategy's right plan."""
 
 from __future__ import annotations
 

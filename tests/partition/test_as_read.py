@@ -21,7 +21,7 @@ def attention(cleaned: bool = True) -> tuple[Function, int, int]:
 
 
 def permutations(function: Function) -> list[tuple[int, ...]]:
-    """Shapes of what is permuted otherwise than by swapping the last two axes."""
+    """Result shapes of permutations other than a swap of the last two axes."""
     found = [call for _, call in bindings(function) if op_name(call) == "relax.permute_dims"]
     swaps = [[*range(len(shape(call)) - 2), len(shape(call)) - 1, len(shape(call)) - 2] for call in found]
     axes = [[int(axis) for axis in call.attrs.axes or reversed(range(len(shape(call))))] for call in found]
@@ -51,7 +51,7 @@ def test_heads_are_saved_and_the_backward_permutes_none():
     usual, other = (partition(joint, **counts, as_read=as_read) for as_read in (False, True))
     assert [saved.shape for saved in usual.plan.captures].count(HEADS) == 1  # the context
     assert [saved.shape for saved in other.plan.captures].count(HEADS) == 3  # query, key and value
-    # what is left are gradients: of the context, and of query, key and value
+    # the rest are gradients: of the context, and of query, key and value
     assert len(permutations(other.backward)) == 4 < len(permutations(usual.backward))
 
 

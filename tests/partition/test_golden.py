@@ -156,7 +156,7 @@ def test_partition(strategy):
 
 @I.ir_module
 class OtherGradient:
-    """The backward of ``partial``, which has one grad_out, from what the plan of ``joint`` saves: ``y`` and ``e``."""
+    """The backward of ``partial``, which has one grad_out, from the saved tensors of ``joint``: ``y`` and ``e``."""
 
     @R.function(private=True)
     def joint(
@@ -287,7 +287,7 @@ class Scanned:
 
 
 def test_differentiable_scans():
-    """The states are what is saved, one tensor; the backward runs the other way and adds to the weights' gradient."""
+    """The states are saved as one tensor; the backward runs the other way and adds to the weights' gradient."""
     tensors = [Var("h", TensorType((2, 3), "float32")), Var("x", TensorType((5, 2, 3), "float32"))]
     tensors.append(Var("w", TensorType((3,), "float32")))
     call = scan_call(Scan(body_text(Scanned["body"]), 1, 1, 5), tensors)

@@ -1,4 +1,4 @@
-"""What the backward joins of a value that is a result, too: joined by the forward, in the place of a copy."""
+"""A concatenation in the backward of a value that is also a result: the forward saves it in place of a copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 5
 
 
 def states(returned: str = "turned", given: int = 1, read_again: bool = False) -> Function:
-    """States ``h = x @ w`` of all steps, and the gradient of ``u`` from those before the steps, as of a loop's product.
+    """States ``h = x @ w`` of all steps, and the gradient of ``u`` from the states before the steps, as in a loop.
 
     Args:
         returned: ``"turned"``: h in another order; ``"h"``; ``"product"``: nothing of h's elements alone.

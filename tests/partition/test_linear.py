@@ -55,7 +55,7 @@ def bert(layers: int) -> Function:
 
 
 def work(func: Function, required: range) -> dict[str, tuple[int, int, int]]:
-    """Of each pass: rules tried, bindings rewritten, Python calls."""
+    """Pass → rules tried, bindings rewritten, Python calls."""
     found = {}
     body = Body.of(func)
     spell_out(mask_dropout(body))
@@ -88,7 +88,7 @@ def work(func: Function, required: range) -> dict[str, tuple[int, int, int]]:
     ids=["steps", "layers"],
 )
 def test_another_step_costs_the_same_however_many_there_are(build, sizes, required):
-    work(build(2), required)  # what is computed once per process
+    work(build(2), required)  # work done once per process
     small, middle, large = sizes
     done = [work(build(size), required) for size in sizes]
     for name in done[0]:

@@ -1,4 +1,4 @@
-"""What the minimum cut saves, on joint functions small enough to know."""
+"""The minimum cut's saved tensors, on joint functions small enough to know."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_policy_sees_module_paths():
     seen = {}
     policy = MinCut(policy=lambda node: seen.update({node.name: node.module_path}))
     plan = plan_of(made, policy, module_paths={"h": "encoder.up", "a": ""})
-    assert seen["h"] == "encoder.up" and seen["a"] == seen["r"] == ""  # what has none: that of what it reads
+    assert seen["h"] == "encoder.up" and seen["a"] == seen["r"] == ""  # a node without a path has its operand's
     assert plan.captures[0].module_path == "encoder.up"
     assert "encoder.up" in plan.table()
 

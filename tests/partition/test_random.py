@@ -21,7 +21,7 @@ SMALL = tuple(kind for kind in KINDS if kind != "gelu")  # whose derivative alon
 
 
 def cost_of(graph, costs, free, saved) -> int | None:
-    """The stated cost of saving exactly ``saved``, ``None`` if what must be saved would be recomputed."""
+    """The stated cost of saving exactly ``saved``, ``None`` if a must-save value would be recomputed."""
     total = sum(costs.save[name] for name in saved)
     seen, stack = set(), [name for name in graph.required]
     while stack:

@@ -33,7 +33,7 @@ def test_a_softmax_that_only_dropout_reads(dropout):
 
 
 def test_a_softmax_of_one_of_several_results():
-    """In its place that result is saved: what computes all of them is no tensor."""
+    """The result is saved in its place: the tuple of all results is no tensor."""
     b = Builder()
     x, mask, g = b.param("x", (8, 4)), b.param("mask_0", (8, 4), "bool"), b.param("grad_out", (8, 4))
     pair = b.let("pair", call("both", [x], TupleType([TensorType((8, 4), "float32")] * 2)))

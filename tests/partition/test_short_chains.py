@@ -1,4 +1,4 @@
-"""What products read behind residual sums: saved where the backward would compute one from another."""
+"""Operands of products behind residual sums: saved where the backward would compute one from another."""
 
 from __future__ import annotations
 

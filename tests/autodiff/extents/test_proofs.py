@@ -1,4 +1,4 @@
-"""What is proven about extents holds for all sizes, and asking leaves no guard."""
+"""Proofs about extents hold for all sizes, and asking leaves no guard."""
 
 from autodiff.extents import ExtentScope, below, content, divides, minimum, same
 

@@ -1,4 +1,4 @@
-"""Graphs with symbolic extents through the whole line: at any size what the static pipeline makes of that size."""
+"""Graphs with symbolic extents through the whole pipeline: at any size equal to the static pipeline's result."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _thirds(s, x):
 
 
 def _causal(s, x):
-    """A mask by position: what comes later is not seen."""
+    """A causal mask: later positions are not seen."""
     length = shape(x)[1]
     position = s.emit(op.arange(0, length, 1, "int64"))
     later = s.emit(op.less(s.emit(op.reshape(position, (length, 1))), s.emit(op.reshape(position, (1, length)))))
@@ -139,7 +139,7 @@ def _embedded(s, indices, weight):
     return [spread, s.emit(op.variance(rows, [0, 1]))]
 
 
-#: What they build, and the arguments: of how many arguments batch and length (height) vary.
+#: Build function, arguments, and the number of arguments whose batch and length (height) vary.
 GRAPHS = {
     "shifted loss": (_shifted_loss, [draw(2, 5, 6), integers(2, 5, below=6)], 2),
     "positions": (_positions, [draw(2, 5, 3), draw(13, 3, seed=1)], 1),
@@ -149,7 +149,7 @@ GRAPHS = {
     "pooled": (_pooled, [draw(2, 3, 6, 6), draw(4, 3, 3, 3, seed=1)], 1),
     "embedded": (_embedded, [integers(2, 5, below=2), draw(6, 3, seed=1)], 1),
 }
-#: What is concluded of them: a table ends somewhere.
+#: Guards of the graphs: a table ends somewhere.
 GUARDS = {"positions": ["13 >= n"]}
 
 

@@ -1,4 +1,4 @@
-"""Every gradient rule with a symbolic extent: at any size what the static pipeline makes of that size."""
+"""Every gradient rule with a symbolic extent: at any size equal to the static pipeline's result."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.autodiff.symbolic import compare, extents_of_size
 for _name in ("elementwise", "structure", "indexing", "library"):
     importlib.import_module(f"tests.autodiff.samples.{_name}")
 
-#: Those that the interpreter spells out; TVM would compile the others once per size.
+#: Samples of operators that the interpreter spells out; TVM would compile the others once per size.
 NAMES = sorted(name for name in SAMPLES if name in OPERATORS)
-#: What is concluded where it is not the same for all sizes; numbers that a sample says fix the extent.
+#: Guards of rules that do not hold for all sizes; a sample's constants fix the extent.
 GUARDS = {
     "relax.reshape": ["12*n == 24"],
     "relax.broadcast_to": ["n == 2", "12*n == 24"],

@@ -20,7 +20,7 @@ __all__ = ["GOLDEN", "Golden", "assert_same", "golden", "is_pass"]
 
 @dataclass(frozen=True)
 class Golden:
-    """What ``apply(before, **options)`` must give: ``expected``."""
+    """A case: ``apply(before, **options)`` must equal ``expected``."""
 
     apply: Callable[..., Function]
     before: Function

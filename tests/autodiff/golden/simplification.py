@@ -1,6 +1,6 @@
 """Before and expected of the passes that simplify values: algebra, tuples, common and dead subexpressions."""
 
-# ruff: noqa: F841 - a TVMScript variable that nothing reads is what a pass removes
+# ruff: noqa: F841 - passes remove unread TVMScript variables
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ZappLike:
 @golden(undefined_gradients)
 @I.ir_module
 class UndefinedGradients:
-    """What nothing uses of an operator has no gradient, and a gradient of numbers stays."""
+    """An unused result of an operator has no gradient, and a gradient with numbers stays."""
 
     @R.function(private=True)
     def before(x: R.Tensor((3,), "float32"), g: R.Tensor((3,), "float32")):
@@ -130,7 +130,7 @@ class UndefinedGradients:
 @golden(zero_zapp)
 @I.ir_module
 class ZeroZapp:
-    """``x + 0`` and ``x - 0`` are ``x``, broadcast where the zeros gave the shape; ``0 - x`` is no such sum."""
+    """``x + 0`` and ``x - 0`` are ``x``, broadcast where the zeros gave the shape; ``0 - x`` stays."""
 
     @R.function(private=True)
     def before(x: R.Tensor((2, 3), "float32"), y: R.Tensor((3,), "float32")):
@@ -156,7 +156,7 @@ class ZeroZapp:
 @golden(one_zapp)
 @I.ir_module
 class OneZapp:
-    """``1 * x`` and ``x / 1`` are ``x``, broadcast where the ones gave the shape; ``1 / x`` is no such product."""
+    """``1 * x`` and ``x / 1`` are ``x``, broadcast where the ones gave the shape; ``1 / x`` stays."""
 
     @R.function(private=True)
     def before(x: R.Tensor((2, 3), "float32"), y: R.Tensor((3,), "float32")):
@@ -210,7 +210,7 @@ class CommonSubexpressionElimination:
 @golden(dead_code_elimination)
 @I.ir_module
 class DeadCodeElimination:
-    """What no result needs is dropped, and what only that needs."""
+    """Bindings that no result needs are dropped, transitively."""
 
     @R.function(private=True)
     def before(x: R.Tensor((2, 3), "float32")):
@@ -232,7 +232,7 @@ class DeadCodeElimination:
 @golden(clean)
 @I.ir_module
 class Clean:
-    """All of these to a fixed point: what reverse mode leaves behind is gone, and ``exp(x)`` is computed once."""
+    """All simplifications to a fixed point: reverse mode's leftovers are gone, and ``exp(x)`` is computed once."""
 
     @R.function(private=True)
     def before(x: R.Tensor((2, 3), "float32"), grad: R.Tensor((), "float32")):

@@ -23,7 +23,7 @@ __all__ = []
 @golden(join_pads)
 @I.ir_module
 class JoinPads:
-    """Three disjoint paddings that are added up are one concatenation; the gap that nobody fills is zeros."""
+    """Three disjoint paddings that are added up are one concatenation; the unfilled gap is zeros."""
 
     @R.function(private=True)
     def before(a: R.Tensor((3, 2), "float32"), b: R.Tensor((3, 3), "float32"), c: R.Tensor((3, 1), "float32")):
@@ -80,7 +80,7 @@ class DeduplicateViews:
 @golden(join_products)
 @I.ir_module
 class JoinProducts:
-    """Two gradients of one weight are one product along a longer inner axis; what else is added stays a sum."""
+    """Two gradients of one weight are one product along a longer inner axis; the other term stays a sum."""
 
     @R.function(private=True)
     def before(
@@ -176,7 +176,7 @@ class MaskDropout:
 @golden(sink_channel_permutes)
 @I.ir_module
 class SinkChannelPermutes:
-    """Point-wise operators and a mean on the convolution's own order; what is returned is seen in the other one."""
+    """Point-wise operators and a mean on the convolution's own order; the result is permuted back."""
 
     @R.function(private=True)
     def before(x: R.Tensor((2, 3, 4, 5), "float32"), w: R.Tensor((6, 3, 1, 1), "float32")):
@@ -224,7 +224,7 @@ class SinkChannelPermutes:
 @golden(sink_channel_permutes)
 @I.ir_module
 class ColumnsOfAPermutation:
-    """A sum that keeps the last axis of what is permuted; so is what is computed from it, a concatenation and a slice.
+    """A sum that keeps the last axis of a permutation's operand, through point-wise operators, concatenation and slice.
     A permutation whose sums keep another axis stays."""
 
     @R.function(private=True)
@@ -261,7 +261,7 @@ class ColumnsOfAPermutation:
 @I.ir_module
 class GroupsOfChannels:
     """A permutation turned back; its channels are cut into groups and joined again. Rows and columns are no neighbours
-    of channels in memory: what joins them stays."""
+    of channels in memory: a reshape that joins them stays."""
 
     @R.function(private=True)
     def before(x: R.Tensor((2, 6, 4, 5), "float32")):
@@ -298,7 +298,7 @@ class GroupsOfChannels:
 @golden(sink_head_permutes)
 @I.ir_module
 class SinkHeadPermutes:
-    """A rotation of queries where rows lie outside of heads; keys are what nobody computed, values another order."""
+    """A rotation of queries where rows lie outside of heads; keys are an argument, values another order."""
 
     @R.function(private=True)
     def before(

@@ -200,7 +200,7 @@ _along("index_select", lambda x, i: x.index_select(1, i), _x, torch.tensor([3, 0
 _along("index_add", lambda x, i, s: x.index_add(1, i, s), _x, torch.tensor([3, 0, 3]), draw(3, 3, 5, seed=1))
 _along("index_copy", lambda x, i, s: x.index_copy(1, i, s), _x, torch.tensor([3, 0]), draw(3, 2, 5, seed=1))
 
-for _taken in ([3, 0, 3, 1], [1, 3, 2, 0], [2, 2, 2, 2, 2]):  # known: what is taken twice or never, once, too often
+for _taken in ([3, 0, 3, 1], [1, 3, 2, 0], [2, 2, 2, 2, 2]):  # repeats and gaps; a permutation; one index
     sample(
         "library.index_select",
         lambda scope, x, i=_taken: library.call(
@@ -304,7 +304,7 @@ _normalized(False)
 
 
 def _recurrent(cell, kind, options, fused=False):
-    """One layer in one direction, beside ``torch.nn``'s; what the backward reads is no result of the sample."""
+    """One layer in one direction, beside ``torch.nn``'s; the sample does not return the backward's operands."""
     reverse = options.pop("reverse", False)
     layer = kind(4, 5, bidirectional=reverse, **options, dtype=torch.float32 if fused else torch.float64)
     names = [name for name, _ in layer.named_parameters() if name.endswith("_reverse") == reverse]

@@ -1,4 +1,4 @@
-"""CUDA's attention kernels as library functions: what they are given, here with formulas in their place."""
+"""CUDA's attention kernels as library functions: their arguments, here with formulas in their place."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_gradient_of_a_learned_mask(causal):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_are_given_what_they_read(dtype, seen):
-    """Dense columns, and masks whose rows begin at multiples of 16 bytes; what is so already is not copied."""
+    """Dense columns, and masks whose rows begin at multiples of 16 bytes; conforming tensors are not copied."""
     q, k, v, mask = tensors(dtype)
     turned = q.mT.contiguous().mT
     for bias in (mask, mask[0].expand(5, 7), torch.zeros(5, 16, dtype=dtype)[:, :7], mask.mT.contiguous().mT):
@@ -158,7 +158,7 @@ def test_a_traced_kernel_is_called_forward_and_backward(name, on_the_host):
 
 
 class Learned(nn.Module):
-    """A bias of all scores, and what is added to it, which is not learned."""
+    """A learned bias of all scores, and a constant mask added to it."""
 
     def __init__(self):
         super().__init__()
@@ -212,8 +212,8 @@ def lying(x, order):
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_cudnns_backward_is_given_plans_of_its_own(batch, drops, monkeypatch):
-    """They are found by the rate and by the layouts of q, k and v: none that eager has made is taken. What lies with
-    rows outside of heads is not copied."""
+    """They are found by the rate and by the layouts of q, k and v: none of eager's is taken. Tensors with rows
+    outside of heads are not copied."""
     given = []
 
     def backward(grad_out, q, k, v, out, logsumexp, *rest, **scale):

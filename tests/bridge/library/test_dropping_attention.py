@@ -1,4 +1,4 @@
-"""Attention that drops inside of its kernel: eager's numbers, gradients and generator, in order; what is refused.
+"""Attention with dropout inside of its kernel: eager's numbers, gradients and generator, in order; refusals.
 
 Without a GPU: CUDA's operators are given kernels for the host, which draw from a generator with seed and offset.
 """
@@ -29,7 +29,7 @@ SEED = 2**64 - 12345
 
 
 class Counting:
-    """A generator as a GPU's: a seed and an offset. What it gives is of no distribution: see the formula."""
+    """A generator as a GPU's: a seed and an offset. Its numbers are of no distribution: see the formula."""
 
     device = torch.device("cuda", 0)
 
@@ -136,7 +136,7 @@ CALLS = {
 
 
 class Layers(nn.Module):
-    """Three attentions, the second of whose results nobody uses, one of another rate."""
+    """Three attentions: the second's result is unused, one has another rate."""
 
     def __init__(self, kernel, rate=0.3):
         super().__init__()
@@ -205,7 +205,7 @@ def test_the_stages_agree_with_each_other(generator):
 
 
 def test_a_kernel_that_moves_the_generator_otherwise_is_a_miss(generator):
-    """Such a call is eager's, from the state before it."""
+    """The call runs eager, from the generator's state before it."""
     module, eager = Layers("flash").double(), Layers("flash").double()
     eager.load_state_dict(module.state_dict())
     add_tvm_dispatch(module, tuple(tensors()))
@@ -217,7 +217,7 @@ def test_a_kernel_that_moves_the_generator_otherwise_is_a_miss(generator):
 
 
 class Masked(Layers):
-    """Eager looks whether anything is masked, which chooses the kernel; what is traced does not look."""
+    """Eager asks whether anything is masked, which chooses the kernel; a traced forward does not ask."""
 
     def forward(self, q, k, v):
         if not torch.compiler.is_compiling() and self.is_masked(q):

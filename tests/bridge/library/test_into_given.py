@@ -20,7 +20,7 @@ def planes(*shape, dtype=torch.float32, last=False):
 
 
 def written(name, tensors, attributes):
-    """What the function returns, and what it writes into memory; ``None`` if it does not."""
+    """The function's results, and its writes into given memory; ``None`` if it does not write."""
     arguments = [*map(TensorAt, range(len(tensors))), *attributes]
     expected = invoke(FUNCTIONS[name], arguments, tensors)
     outs = [torch.full_like(each, -7) for each in expected]
@@ -34,7 +34,7 @@ def written(name, tensors, attributes):
 @pytest.mark.parametrize(("channels", "inner", "groups"), [(8, 8, 1), (8, 4, 2), (4, 1, 4), (1, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_convolutions(last, channels, inner, groups, dtype):
-    """cuDNN's are written; not those whose layout torch chooses in another way."""
+    """cuDNN's results are written into given memory, except where torch chooses the layout in another way."""
     tensors = planes(2, channels, 9, 7, dtype=dtype, last=last), planes(8, inner, 3, 3, dtype=dtype, last=last)
     name = "convolution_last" if last else "convolution"
     expected, made = written(name, tensors, [*GEOMETRY, groups])
@@ -45,7 +45,7 @@ def test_convolutions(last, channels, inner, groups, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_convolutions_of_a_tensor_in_the_other_layout(dtype):
-    """What they are asked in follows from the weight."""
+    """The requested layout follows from the weight."""
     tensors = planes(2, 8, 9, 7, dtype=dtype), planes(8, 8, 3, 3, dtype=dtype)
     expected, made = written("convolution_last", tensors, [*GEOMETRY, 1])
     assert made is None or torch.equal(made[0], expected[0])
@@ -65,7 +65,7 @@ STRIDED = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shapes", STRIDED.values(), ids=STRIDED)
 def test_convolutions_whose_strides_tell_nothing(shapes, dtype):
-    """Of a tensor in either layout, or what passes for one."""
+    """Tensors in either layout, or with strides that fit both."""
     behind = torch.channels_last if len(shapes[0]) == 4 else torch.channels_last_3d
     geometry = [[each] * (len(shapes[0]) - 2) for each in (1, 1, 1, 0)]
     x, weight = planes(*shapes[0], dtype=dtype), planes(*shapes[1], dtype=dtype)
@@ -83,7 +83,7 @@ def test_convolutions_whose_strides_tell_nothing(shapes, dtype):
 @pytest.mark.parametrize(("channels", "height", "width"), [(1, 9, 7), (5, 9, 7), (5, 1, 1), (1, 1, 1), (3, 1, 6)])
 @pytest.mark.parametrize("geometry", [POOL, ([1, 1], [1, 1], [0, 0], [1, 1], 0), ([2, 2], [1, 1], [1, 1], [1, 1], 0)])
 def test_pooling(channels, height, width, last, geometry):
-    """Of the layout that it writes in: torch's kernel does not look at that of the memory."""
+    """In the layout that torch's kernel writes: it ignores the given memory's layout."""
     x = planes(2, channels, height, width, last=last)
     expected, made = written("max_pool_last", [x], geometry)
     assert made is None or all(map(torch.equal, made, expected))
@@ -99,7 +99,7 @@ def test_pooling_of_a_view(view):
 
 
 def test_pooling_of_a_row_whose_strides_tell_nothing():
-    """Those of an extent of 1 are anything, and torch looks at them."""
+    """An extent of 1 may have any stride, and torch looks at it."""
     x = planes(2, 5, 1, 7, last=True)
     odd = x.as_strided(x.shape, (35, 1, 1, 5))
     (expected, made), (plain, _) = (

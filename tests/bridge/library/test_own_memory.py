@@ -1,4 +1,4 @@
-"""What library functions return lies in memory of its own: an executor gives an input's to others when it is read."""
+"""Results of library functions lie in memory of their own: an executor reuses an input's memory once it is read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_results_share_no_memory(name):
 
 
 def test_a_derivative_that_is_the_gradient():
-    """Of a complex operator, whose gradient comes back as another view of what it was given."""
+    """A complex operator whose gradient comes back as another view of its argument."""
     numbers = [torch.randn(5, 2, device=DEVICE) for _ in range(4)]
     operands = '[[{"$complex": 0}, {"$complex": 1}, {"$complex": 2}], {}, []]'
     arguments = ["aten.addcmul.default", operands, 0, [0], *map(TensorAt, range(4))]

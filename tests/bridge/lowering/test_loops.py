@@ -165,7 +165,7 @@ class Drawn(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Greedy decoding: what a step reads is looked up at what the one before it chose."""
+    """Greedy decoding: a step looks up the embedding of the token that the step before chose."""
 
     def __init__(self):
         super().__init__()

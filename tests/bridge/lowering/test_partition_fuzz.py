@@ -25,7 +25,7 @@ CHOICES = [
     MinCut(policy=lambda node: "save" if node.op in ("relax.tanh", "relax.multiply") else None),
 ]
 OUTPUTS, PRIMALS, REQUIRED = 2, 4, 3
-#: Of the largest number on the way: half of a gradient may cancel.
+#: Relative to the largest intermediate number: half of a gradient may cancel.
 ROUNDING = {"float32": 1e-5, "float64": 1e-14}
 CASES = [(seed, dtype) for dtype in ROUNDING for seed in range(4)]
 

@@ -1,4 +1,4 @@
-"""Equal calls share one lowering, calls that differ in anything do not: seen in what runs, not in what is declared."""
+"""Equal calls share one lowering, calls that differ in anything do not: by recorded runs, not by declarations."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_an_argument_that_only_looks_equal(captures):
 
 
 def test_parameters_that_share_memory(captures):
-    """What is written through one name is seen through the other, which no operator shows."""
+    """A write through one name is seen through the other, which no operator shows."""
 
     class Writes(nn.Module):
         def __init__(self, shared: bool):
@@ -223,7 +223,7 @@ class Settles(nn.Module):
 
 
 def test_attributes_that_the_first_call_sets(captures):
-    """What is captured, and looked up, is the second call; the attributes stay set, as after a capture."""
+    """The second call is captured and looked up; the attributes stay set, as after a capture."""
     modules, x = [Settles(), Settles(), Settles("wide"), Settles("narrow")], sample()
     for module in modules:
         add_tvm_dispatch(module, x)
@@ -245,7 +245,7 @@ class Configures(nn.Module):
 
 
 def test_a_first_call_that_sets_attributes_is_not_decomposed(monkeypatch):
-    """What is of no use once the attributes are seen."""
+    """The first call's functional graph would be of no use."""
     made, functional = [], recorded.functional_graph
     monkeypatch.setattr(recorded, "functional_graph", lambda *args: made.append(1) or functional(*args))
     module = add_tvm_dispatch(Configures(), sample())
@@ -320,7 +320,7 @@ def test_constants_that_operators_tell_apart():
 
 
 class Asking(nn.Module):
-    """Where it is traced it does what the other one does."""
+    """A module whose traced forward ignores ``factor``."""
 
     def __init__(self, factor):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Equal calls whose sizes vary share one lowering; those that would differ for some size do not."""
+"""Equal dynamic calls share one lowering; calls that would differ for some size do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses in blocks of rows: what is found, its numbers beside eager's, and what it saves."""
+"""Losses in blocks of rows: losses that are found, their numbers beside eager's, and the bytes saved."""
 
 import copy
 
@@ -258,7 +258,7 @@ def test_gradients_flow_through_tuples():
 
 
 class Measured(Model):
-    """Beside what is trained, a loss without gradients."""
+    """A trained result, and a loss without gradients."""
 
     def forward(self, words, labels):
         rows = self.layer(self.words(words))
@@ -286,7 +286,7 @@ def test_only_some_gradients_are_wanted(trained):
 
 
 def test_the_plan_says_so_and_less_is_held(monkeypatch):
-    """A product of 512 x 4,000 in blocks of 64 rows: the step's memory shrinks by about what the plan says."""
+    """A product of 512 x 4,000 in blocks of 64 rows: the step's memory shrinks by about the plan's number."""
     held = {}
     given = torch.randn(512, 16, requires_grad=True), torch.randint(0, 4000, (512,))
     for rows in (1024, 64):

@@ -1,4 +1,4 @@
-"""Models of tiny configurations whose calls have many sizes: what makes one, its inputs of given sizes, what varies."""
+"""Tiny models whose calls have many sizes: constructor, inputs for given sizes, ``dynamic_shapes``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Varying:
     Attributes:
         make: the model.
         inputs: from sizes to its keyword arguments; the model returns something with a ``loss``, or the loss.
-        shapes: ``dynamic_shapes=`` of these.
+        shapes: ``dynamic_shapes=`` of the inputs.
         sizes: ten of them; the first are the sample's.
     """
 
@@ -100,7 +100,7 @@ def resnet() -> nn.Module:
 
 
 class Translator(nn.Module):
-    """``nn.Transformer`` with masks of what is padded, and of what comes later."""
+    """``nn.Transformer`` with padding masks and causal masks."""
 
     def __init__(self):
         super().__init__()

@@ -230,7 +230,7 @@ def test_elements_of_a_result_share_memory_as_in_eager(function):
 
 
 def test_where_views_of_one_memory_meet():
-    """Every pair of some views of a tensor of numbers: those that share a number share an element."""
+    """Every pair of some views of a tensor of distinct numbers: views that share a number share an element."""
     base = torch.arange(24)
     tables = [base, base.view(4, 6), base.view(2, 3, 4), base.view(2, 3, 4).permute(2, 0, 1), base.view(4, 6).T[::2]]
     starts = [(table, dim, start) for table in tables for dim in range(table.dim()) for start in range(2)]

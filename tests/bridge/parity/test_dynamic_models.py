@@ -28,7 +28,7 @@ SIZES = 20
 QUICK = ("recommender",)
 
 ALWAYS = ("resnet", "recommender")
-"""Convolutions, tables of rows. The others have more of these, or what smaller tests have: words with a mask
+"""Convolutions, tables of rows. Smaller tests cover the other models: words with a mask
 tests/bridge/dispatch/test_varying_attention.py and test_trainer_uses.py, rotations
 tests/bridge/capture/test_symbolic_models.py."""
 
@@ -43,7 +43,7 @@ GRADIENTS_ONLY = ("segmenter",)
 
 
 def of(names: Iterable[str], always: Container[str]) -> pytest.MarkDecorator:
-    """A pair for each of these models, those that always run and the sweep."""
+    """A pair for each of these models; models that are not in ``always`` are marked as a sweep."""
     slow, sweep = pytest.mark.slow, pytest.mark.sweep
     each = [pytest.param(name, marks=[slow] * (name not in QUICK) + [sweep] * (name not in always)) for name in names]
     return pytest.mark.parametrize("pair", each, indirect=True, scope="module")

@@ -77,7 +77,7 @@ def losses(model):
 
 
 def test_losses_of_truncated_back_propagation_are_eagers(monkeypatch):
-    monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)  # loops of so few operators are rolled up, too
+    monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)  # also rolls up loops of so few operators
     torch.manual_seed(0)
     eager = LanguageModel().double().to(DEVICE)
     dispatched = copy.deepcopy(eager)

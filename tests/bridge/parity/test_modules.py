@@ -1,4 +1,4 @@
-"""The contracts of autograd, one small module each: which gradients exist, where they stop, what shape results have."""
+"""The contracts of autograd, one small module each: which gradients exist, where they stop, the shapes of results."""
 
 import pytest
 import torch
@@ -151,7 +151,7 @@ def test_arguments_that_are_views_and_not_contiguous():
 
 
 def test_non_leaf_input():
-    """The gradient flows on into what produced the input."""
+    """The gradient flows on into the operator that produced the input."""
     torch.manual_seed(0)
     module = models.MLP().double()
     x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)

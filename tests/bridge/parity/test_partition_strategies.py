@@ -83,7 +83,7 @@ def test_same_gradients_and_bitwise_the_same_outputs(compiled):
 
 
 def test_the_strategies_differ(compiled):
-    """What the comparison is worth: the plans are not the same, and budgets are kept to."""
+    """The plans differ, so the comparison means something, and budgets are kept to."""
     _, _, copies = compiled
     plans = {name: plan_of(copied) for name, copied in copies.items()}
     assert plans["recompute_all"].bytes == 0
@@ -109,7 +109,7 @@ def test_what_is_saved_is_what_the_plan_says(compiled):
 
 @pytest.mark.parametrize("strategy", sampled(STRATEGIES, FEW), ids=label)
 def test_a_gradient_of_one_output_only(strategy):
-    """Each pattern of grad_outs has a backward of its own, which must live on what the plan saves."""
+    """Each pattern of grad_outs has a backward of its own, which reads only the plan's saved tensors."""
     module, x = make("Fork")
     copied = dispatched(module, x, strategy)
     for index in (0, 1):

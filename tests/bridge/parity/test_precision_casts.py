@@ -113,7 +113,7 @@ def test_attention_with_a_learned_bias():
 
 
 class Similar(nn.Module):
-    """Attends to what it is similar to: a mask of truth values, which requires no grad whatever it is computed from."""
+    """Attends by similarity: a mask of truth values requires no grad, whatever it is computed from."""
 
     def forward(self, x):
         return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=(x @ x.mT) > 0)
@@ -158,7 +158,7 @@ class ManyUses(nn.Module):
 
 @pytest.mark.parametrize("kind", ["decorated", "not cached"])
 def test_gradients_of_casts_at_each_use_are_added_in_float32(kind):
-    """In bfloat16 the sum would lose what is small beside it: many times eager's distance."""
+    """In bfloat16 the sum would lose small terms: many times eager's distance."""
     torch.manual_seed(0)
     context = torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=kind == "not cached", cache_enabled=False)
     layer = Decorated if kind == "decorated" else nn.Linear
@@ -213,7 +213,7 @@ def test_a_cast_that_was_kept_before_is_none_of_the_call():
 
 
 class RunsAgain(nn.Module):
-    """What has the call recorded more than once, in one context of autocast that keeps casts."""
+    """A module whose call is recorded more than once, in one context of autocast that keeps casts."""
 
     def __init__(self, how):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Half types: numbers beside a tensor are not rounded to its type, and what is one operator in torch rounds once.
+"""Half types: numbers beside a tensor are not rounded to its type, and one operator of torch rounds once.
 
 Compared bit by bit with eager, on every number that the type holds.
 """

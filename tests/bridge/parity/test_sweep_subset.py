@@ -1,7 +1,7 @@
 """The part of the parity sweep that always runs: torch's operator and module samples, and five HuggingFace models.
 
-``python -m tests.sweep`` runs all of them. What stands under ``EXPECTED`` must be dispatched and equal; of the rest,
-which the sweep may also find refused, it is only asked that nothing is wrong.
+``python -m tests.sweep`` runs all of them. Samples under ``EXPECTED`` must be dispatched and equal; the others,
+which the sweep may also find refused, must only not be wrong.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""What the tests of compiled draws share."""
+"""Fixtures of the tests of compiled draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws while a CUDA graph is being captured: what reads a generator's state is left to eager, with nothing drawn."""
+"""Draws during stream capture: calls that read a generator's state run eager, with nothing drawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def capturing(monkeypatch):
 
 
 def test_states_are_not_read(capturing, monkeypatch):
-    """Neither to take draws back nor for masks that kernels compute; what torch draws alone stays in the graph."""
+    """Neither to take draws back nor for recomputed masks; torch's own draws stay in the graph."""
     draws = Draws([], [], [], "Module")
     assert draws.make() == [] and callable(draws.undo())
     draws._on_gpu = True

@@ -28,7 +28,7 @@ class Generator:
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Eager's fused dropout on a GPU with few threads; ``wrong``: what it does otherwise."""
+    """Eager's fused dropout on a GPU with few threads; ``wrong``: its deviations."""
     generator, wrong = Generator(), {}
 
     def native_dropout(x, rate, train):

@@ -1,4 +1,4 @@
-"""Draws with computed parameters: eager's bits, order, gradients and generator; distributions; what is refused."""
+"""Draws with computed parameters: eager's bits, order, gradients and generator; distributions; refusals."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_call_beside_a_thread_that_draws_is_eagers(on_miss, monkeypatch):
     drawn = ours(x), ours(x)
     state = torch.get_rng_state()
     torch.manual_seed(3)
-    F.dropout(x, 0.2), torch.rand_like(x), torch.rand(3)  # what the first attempt had drawn from the generator is lost
+    F.dropout(x, 0.2), torch.rand_like(x), torch.rand(3)  # the first attempt's draws are lost
     for got in drawn:
         torch.testing.assert_close(got, eager(x), rtol=1e-10, atol=1e-12)
     assert torch.equal(torch.get_rng_state(), state)

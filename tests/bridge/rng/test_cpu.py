@@ -85,7 +85,7 @@ OTHERS = {
 
 
 def test_between_draws_of_torch(kernels):
-    """Whatever torch draws before is followed rightly, and what it draws afterwards goes on rightly."""
+    """Masks go on after torch's draws, and torch's draws go on after masks."""
     choose = random.Random(1)
     ours, theirs = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     for name, count in itertools.product(OTHERS, (1, 3, 15, 16, 17, 333)):
@@ -168,7 +168,7 @@ def test_an_engine_in_no_valid_state_is_not_followed(kernels, left, following):
 
 @pytest.fixture
 def unchecked():
-    """Forgets what was compiled and checked, before and after."""
+    """Clears compiled and checked functions, before and after."""
 
     def forget() -> None:
         draw_code.bernoulli_function.cache_clear()
@@ -273,7 +273,7 @@ def test_a_module_where_the_check_fails_draws_by_torch(kernels, unchecked, fault
     monkeypatch.setattr(mt19937, "MaskRun", None)
     with caplog.at_level(logging.INFO, "bridge.mt19937"):
         check_module(calls=2)
-    (told,) = (each for each in caplog.records if each.name == "bridge.mt19937")  # others may tell what is quicker
+    (told,) = (each for each in caplog.records if each.name == "bridge.mt19937")  # other channels may log timings
     assert "left to it" in told.getMessage()
 
 

@@ -1,4 +1,4 @@
-"""Fused dropout, which a GPU's dropout is: what is observed of it, its masks by torch, and the numbers made of them.
+"""Fused dropout, as on a GPU: its observed draws, its masks by torch, and the results.
 
 ``native_dropout`` called by name is the same operator on the CPU, so most of this needs no GPU.
 """
@@ -109,7 +109,7 @@ def test_a_call_that_fails_is_eagers_from_the_same_state():
     assert stats(ours).hits == 1 and sum(stats(ours).misses.values()) == 1
 
 
-# What only a GPU does, on fake tensors
+# A GPU's behaviour, on fake tensors
 
 
 def observed(function, *inputs):

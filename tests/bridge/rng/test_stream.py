@@ -1,4 +1,4 @@
-"""A stream of masks on many threads: jump polynomials, chunks; bits and state are those of one thread, and torch's."""
+"""A stream of masks on many threads: jump polynomials, chunks; bits and state equal one thread's, and torch's."""
 
 from __future__ import annotations
 

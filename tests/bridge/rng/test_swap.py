@@ -1,4 +1,4 @@
-"""The default generator is moved only if nobody else has drawn: comparison and replacement under its lock."""
+"""The default generator is moved only if no other thread has drawn: comparison and replacement under its lock."""
 
 from __future__ import annotations
 

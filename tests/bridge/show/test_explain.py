@@ -1,4 +1,4 @@
-"""``explain``: what a dispatched module compiled to, in a screen; every saved tensor with a reason; counted bytes."""
+"""``explain``: a dispatched module's programs, in a screen; every saved tensor with a reason; counted bytes."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_every_saved_tensor_has_a_reason_and_a_place(dispatched):
 
 @pytest.mark.cpu("in place of masks that its kernels compute, a GPU's call keeps states that lie in one memory")
 def test_bytes_agree_with_saved_tensors_hooks(dispatched):
-    """What the autograd Function saves, seen by torch: captures and masks; parameters, inputs, outputs are free."""
+    """The autograd Function's saved tensors, counted by torch: parameters, inputs, outputs are free."""
     model, batch = dispatched
     entry = explain(model).entries[0]
     seen = saved_for_backward(model, lambda: model(**batch), batch, outputs_free=True)

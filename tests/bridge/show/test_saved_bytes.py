@@ -37,7 +37,7 @@ class Normed(nn.Module):
 
 def test_eager_bytes_of_an_mlp():
     module, x = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), torch.randn(4, 8)
-    assert eager_saved_bytes(module, (x,)) == 2 * 4 * 32 * FLOAT  # what GELU reads, and what the second product reads
+    assert eager_saved_bytes(module, (x,)) == 2 * 4 * 32 * FLOAT  # the operands of GELU and of the second product
 
 
 def test_the_comparison():
@@ -164,7 +164,7 @@ def test_strategies_are_compared_without_lowering_again():
         assert kept_bytes(lowered, plan_with(lowered, strategy)) == kept_bytes(again)
 
 
-# The order of the backward, in the arena of what is compiled
+# The order of the backward, in the compiled program's arena
 
 
 class Deep(nn.Sequential):
@@ -175,7 +175,7 @@ class Deep(nn.Sequential):
 
 
 def test_recomputing_late_keeps_less_alive(monkeypatch):
-    """Whatever kernels make of it: what is computed again in one with a late reader runs with that."""
+    """A recomputed value runs in the kernel of its late reader."""
     module, x, peaks = Deep(), torch.randn(64, 16, requires_grad=True), []
 
     def early(graph, body) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pictures: what is in them, and that graphviz draws them."""
+"""Pictures: their content, and that graphviz draws them."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Operators and kernels that a module holds are called as they are then: nobody looks at what they keep."""
+"""Operators and kernels that a module holds: guards do not look at their internal state."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ HELD = {
 
 
 def used_elsewhere():
-    """As torch does when kernels are registered: what it has looked up is forgotten, and looked up again."""
+    """Clears the operator's dispatch cache, as torch does when kernels are registered."""
     torch.ops.bridge_tests.tripled.default._dispatch_cache.clear()
 
 

@@ -1,4 +1,4 @@
-"""A compiled call runs no Python: what forward changes outside of tensors is refused by name, and is as it was."""
+"""A compiled call runs no Python: forward's changes outside of tensors are refused by name, and undone."""
 
 import collections
 import copy
@@ -215,7 +215,7 @@ def test_a_cache_that_is_filled_once_is_fine():
 
 
 def test_containers_stay_the_objects_that_they_were():
-    """torch.export puts copies of lists and dicts into the module; whoever shares them would be cut off."""
+    """torch.export puts copies of lists and dicts into the module; their other holders would be cut off."""
 
     class Shares(Holds):
         def forward(self, x):

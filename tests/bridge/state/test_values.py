@@ -1,4 +1,4 @@
-"""The same value: what no operator can tell apart is, whatever equality says."""
+"""Equal values: two are equal if no operator can tell them apart, whatever ``==`` says."""
 
 import itertools
 from collections import deque

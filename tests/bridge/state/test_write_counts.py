@@ -1,4 +1,4 @@
-"""Dictionaries that count their writes: the guards' short cut, and what they do where there is none."""
+"""Dictionaries that count their writes: the guards' short cut, and the guards without it."""
 
 import pytest
 import torch

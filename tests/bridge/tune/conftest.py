@@ -20,7 +20,7 @@ def used_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def as_another_process():
-    """Forgets what this process has compiled: what is found then, the disk has."""
+    """Clears this process's compiled code: later hits come from the disk."""
 
     def forget():
         SESSION.reset("lowerings", "programs", "choices")

@@ -1,4 +1,4 @@
-"""The search: what it finds, that its decisions follow from the log, and what it leaves alone."""
+"""The search: its choices, that its decisions follow from the log, and its limits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_time_that_is_over_begins_no_trial(tmp_path):
 
 
 def test_killed_anywhere_it_ends_with_the_same_choices(tmp_path):
-    """A log that ends at any byte: what is whole counts, the rest is measured again, and the log stays readable."""
+    """A log that ends at any byte: whole lines count, the rest is measured again, and the log stays readable."""
     path = tmp_path / "log"
     found, whole, _ = searched(path)
     content, lines = path.read_bytes(), whole.log.records
@@ -56,7 +56,7 @@ def test_killed_anywhere_it_ends_with_the_same_choices(tmp_path):
 
 
 class Turned(TableCandidates):
-    """A machine on which what is slow elsewhere is fast."""
+    """A machine on which the slow choices are fast."""
 
     def _pairs(self, one, other, drift):
         return [(other, one) for one, other in super()._pairs(one, other, drift)]
@@ -77,7 +77,7 @@ class Killed(TableCandidates):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 def test_processes_killed_one_after_the_other_end_with_the_choices_of_one(tmp_path):
-    """What a killed process has measured decides, not what would be measured now, which may be another."""
+    """A killed process's measurements decide, not new ones, which may differ."""
     found, whole, _ = searched(tmp_path / "whole")
     other, _, _ = searched(tmp_path / "other", Turned())
     assert Choices() != found != other, "the choices follow from what is measured"
@@ -103,7 +103,7 @@ def test_nothing_is_measured_twice_and_more_time_goes_on(tmp_path):
 
 
 def test_a_full_disk_costs_a_warning(tmp_path, caplog):
-    """The search ends as it would; what the log has is whole lines and the beginning of one, and is gone on with."""
+    """The search ends as without the limit; the log has whole lines and the beginning of one, and can be continued."""
     path, limits = tmp_path / "log", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""Tuning of a call: what is kept and used afterwards, what never is, and that the module is left as it was."""
+"""Tuning of a call: choices that are kept and used afterwards, or never, and that the module is left as it was."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_choices_are_used_afterwards_and_said(used_cache, as_another_process, fa
     assert "not tuned" in str(explain(module))
     result = tuned(module, x, fake_race(eight_lanes), log=tmp_path / "block.jsonl")
     assert result.kept and result.words == ("order.lanes 16 -> 8",) and (result.before, result.after) == (1.0, 0.8)
-    add_tvm_dispatch(module, x)  # its entry serves the call, with other choices than those that are kept by now
+    add_tvm_dispatch(module, x)  # its entry serves the call, with other choices than the ones kept by now
     (entry,) = stats(module).entries
     assert entry.forward.backend.order.lanes == entry.backward.backend.order.lanes == 8
     again = gradients(module, x, state)
@@ -235,7 +235,7 @@ def test_the_command_called_wrongly(arguments, message, capsys):
 
 
 def test_tunables_of_a_call(used_cache, monkeypatch):
-    """Ways of products that are about as fast as the present one, by themselves; what was measured is in the log."""
+    """Ways of products that are about as fast as the present one, by themselves; the log has the measurements."""
     asked, seconds = [], {"mm": 1.0, "linear": 0.8, "mm_swapped": 1.3, "generated 4x6": 1.05, "generated 8x3": 0.9}
     module, x = block(), sample()
     (entry,) = stats(add_tvm_dispatch(module, x)).entries

@@ -22,7 +22,7 @@ def seconds_of(choices: Choices) -> float:
 
 
 class TableCandidates:
-    """Takes ``cost`` seconds for each trial; keeps what it was asked.
+    """Takes ``cost`` seconds for each trial; keeps its arguments.
 
     Args:
         drift: factor on a candidate's seconds in :meth:`confirm`, and so much slower is it then.

@@ -1,4 +1,4 @@
-"""``lowered.check()`` finds planted errors at their stage and operator, and takes rounding for what it is."""
+"""``lowered.check()`` finds planted errors at their stage and operator, and accepts rounding."""
 
 import contextlib
 import itertools
