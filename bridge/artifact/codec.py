@@ -107,11 +107,7 @@ def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple]:
 
 
 def to_text(value: Any) -> str:
-    """A value → JSON text; equal values have equal texts.
-
-    Raises:
-        NoFormError: a part of the value has no form, or is a tensor.
-    """
+    """A value → JSON text; equal values have equal texts. ``NoFormError``: a part has no form, or is a tensor."""
     return json.dumps(_plain(value, None), allow_nan=False)
 
 

@@ -37,10 +37,7 @@ _LEAST = 2
 
 
 def dynamic_dims(guard: EntryGuard, call: SampleCall) -> tuple[DynamicDim, ...]:
-    """An entry's guard + a call → the dimensions whose size differs, and the entry's dynamic dimensions.
-
-    Empty if the call differs in more than sizes.
-    """
+    """Dimensions whose size differs from an entry's or is dynamic there; empty if more than sizes differ."""
     places: dict[int, list[int]] = {}  # of each tensor, which may be given twice
     for place, leaf in enumerate(call.leaves):
         places.setdefault(id(leaf), []).append(place)

@@ -183,11 +183,7 @@ class SegmentedRun:
         self._ready: dict[int, torch.Tensor] = {}
 
     def __call__(self, index: int) -> list[torch.Tensor | None]:
-        """Runs a segment; returns its gradients.
-
-        Raises:
-            RuntimeError: it is not the next segment, or one of its inputs was changed in place since the run began.
-        """
+        """Runs a segment → its gradients. ``RuntimeError``: it is not the next, or an input was changed in place."""
         if index != self._next:
             raise RuntimeError(f"segment {index} of a dispatched module's backward was run after {self._next} others")
         self._next += 1

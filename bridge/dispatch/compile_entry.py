@@ -138,10 +138,7 @@ def strategy_of(choices: Choices, default: Any) -> Any:
 
 
 def with_choices(entry: Entry, choices: Choices) -> Entry:
-    """Recompiles an entry's lowered call with choices; keeps its guard.
-
-    Choices of a partition have no effect here: partitioning is an earlier stage.
-    """
+    """Recompiles an entry's lowered call with choices, except a choice of partition; keeps its guard."""
     backend, frozen = entry.options.backend.choosing(choices), entry.guard.frozen
     if frozen is None:
         programs = compile_programs(entry.lowered, backend, addresses=entry.guard.inputs.addresses)

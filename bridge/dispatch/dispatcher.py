@@ -207,10 +207,7 @@ class Dispatcher:
         return self.dispatch(module, args, kwargs)
 
     def dispatch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], eager: Any = None) -> Any:
-        """Runs the matching entry; without one, proceeds as ``on_miss`` says.
-
-        ``eager``: the function for an eager call, by default the module's forward.
-        """
+        """Runs the matching entry, or proceeds as ``on_miss`` says; ``eager``: for eager calls, by default forward."""
         failed = None
         try:
             for entry in self.entries.all:

@@ -59,11 +59,7 @@ class Profitability:
 
 
 class TimedStep:
-    """One step without side effects; calling it runs it and waits for the device.
-
-    Raises:
-        GuardFailure: the entry does not serve the call.
-    """
+    """One step without side effects; a call runs it and waits. ``GuardFailure``: the entry does not serve the call."""
 
     def __init__(self, entry: Entry, call: SampleCall):
         self.entry, self._module = entry, call.module

@@ -84,10 +84,7 @@ def tvm_dispatch(
 
 
 def graphs() -> list[CompiledGraph]:
-    """Every graph of this process that the backend got and that Dynamo still holds, oldest first.
-
-    ``torch.compiler.reset()`` frees them.
-    """
+    """Every graph that the backend got and Dynamo still holds, oldest first; ``torch.compiler.reset()`` frees them."""
     return [graph for _, graph in sorted(_GRAPHS.items())]
 
 

@@ -54,11 +54,7 @@ class GraphSizes:
         return frozenset(position for position, *_ in self.dims)
 
     def dynamic_dims(self, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[DynamicDim, ...]:
-        """The dynamic dimensions of a call's arguments, except sizes 0 and 1, which are special cases.
-
-        Args:
-            arguments: the arguments' positions among the inputs.
-        """
+        """The dynamic dimensions of the inputs at positions ``arguments``, except sizes 0 and 1 (special cases)."""
         leaves = {position: leaf for leaf, position in enumerate(arguments)}
         return tuple(
             DynamicDim(leaves[position], dimension, f"input {position}", name, name, _LEAST, None, required=False)

@@ -180,11 +180,7 @@ class SavedCall:
 
 
 def data_of(entry: Entry, module: nn.Module) -> dict[str, Any]:
-    """The plain data of an entry of a module.
-
-    Raises:
-        UnsupportedModule: a part of it cannot be saved.
-    """
+    """The plain data of an entry of a module. ``UnsupportedModule``: a part of it cannot be saved."""
     captured, guard = entry.lowered.captured, entry.guard
     name = captured.module_name
     _refuse(entry, module)

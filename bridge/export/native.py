@@ -99,11 +99,7 @@ class NoRelaxForm(ValueError):
 
 
 def without_library_calls(function: Function) -> Function:
-    """Decomposes every library call of a function into Relax operators; unrolls scans.
-
-    Raises:
-        NoRelaxForm: names a call without a decomposition.
-    """
+    """Decomposes library calls into Relax operators; unrolls scans. ``NoRelaxForm``: names an unsupported call."""
     body = Body.of(unroll(function))
     scope = BodyScope(body)
     first: dict[Binding, Expr] = {}  # first results of calls with several

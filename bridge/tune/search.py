@@ -295,10 +295,7 @@ _BUDGETS = (0.75, 0.5, 0.25)
 
 
 def tunables_of(entry: Entry, partition: Any, log: TuningLog) -> list[Tunable]:
-    """The tunables of an entry that was compiled with the default choices and the user's strategy.
-
-    ``log``: caches the times of algorithm variants of products and calls.
-    """
+    """The tunables of an entry compiled by default; ``log`` caches the times of products' and calls' variants."""
     backend = entry.options.backend
     products, calls = _chosen(entry, backend)
     tunables = [*_calls(calls, backend, log), *_products(products, backend, log)]

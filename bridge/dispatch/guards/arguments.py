@@ -162,10 +162,7 @@ class ArgumentGuard:
         return changed if all(changed_number(leaves[i], then) for i, then in changed.items()) else None
 
     def compiled_shapes(self, call: SampleCall) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
-        """Name, compiled shape and current tensor of each tensor argument.
-
-        Empty if the call differs in more than tensors and numbers.
-        """
+        """Name, compiled shape and tensor of each tensor argument; empty if more than tensors and numbers differ."""
         try:
             leaves = self.leaves(call)
             if self.changed_numbers(call) is None:
