@@ -14,8 +14,8 @@
 # %% [markdown]
 # # BERT on TVM
 #
-# A whole BERT for inference, compiled through TVM; then one of its layers under the microscope: what the classic
-# graph passes do to it, which of them this bridge uses, and which it leaves out on purpose.
+# A whole BERT for inference, compiled through TVM; then one of its layers under the microscope: the effects of the
+# classic graph passes, which of them this bridge uses, and which it leaves out on purpose.
 
 # %%
 import copy
@@ -62,8 +62,8 @@ print(stats(model))
 assert stats(model).hits == 1 and sum(stats(model).misses.values()) == 1
 
 # %% [markdown]
-# Is `1e-6` rounding, or a small mistake? In float32 nobody can tell. Run the same in float64: rounding shrinks by
-# nine orders of magnitude, a mistake stays.
+# Is `1e-6` rounding, or a small mistake? Float32 cannot tell. Run the same in float64: rounding shrinks by nine orders
+# of magnitude, a mistake stays.
 
 # %%
 double = BertModel(config).eval().double()
@@ -129,8 +129,8 @@ print(f"{lowered['imported'].size} -> {sum(1 for _ in bindings(once))} bindings"
 print(*sorted(line for line in gone if "reshape(hidden_states" in line), sep="\n")
 
 # %% [markdown]
-# **Bound parameters and folded constants.** For inference TVM can take the parameters into the function
-# (`BindParams`) and compute what depends on nothing else (`FoldConstant`): here, the transposed weights.
+# **Bound parameters and folded constants.** For inference TVM can make the parameters constants of the function
+# (`BindParams`) and fold expressions of constants (`FoldConstant`): here, the transposed weights.
 
 # %%
 import tvm
@@ -222,8 +222,8 @@ with torch.no_grad():
 # ## Frozen, stage by stage
 #
 # `freeze=True` asks for it: the parameters become constants of calls without gradients. The forward is split in two.
-# What depends on the parameters alone is computed once, here the joined weights; the rest is what a call computes. A
-# guard compares the parameters with those that were frozen, by torch's count of changes.
+# Expressions of the parameters alone are computed once, here the joined weights; a call computes the rest. A guard
+# compares the parameters with the frozen ones, by torch's count of changes.
 
 # %%
 frozen_layer = copy.deepcopy(layer)
@@ -262,10 +262,10 @@ add_tvm_dispatch(block, image, freeze=True)
 print(*function_lines(entry.programs.frozen.call), sep="\n")
 
 # %% [markdown]
-# ## What runs
+# ## The compiled program
 #
-# The compiled layer is a flat list of steps. Amber: generated kernels, with what they fuse. Where torch's own kernel
-# is the faster one, the step calls that, and is green.
+# The compiled layer is a flat list of steps. Amber: generated kernels, with the operators that they fuse. Green: calls
+# of torch's own kernels, where they are faster.
 
 # %%
 visualize(apart)

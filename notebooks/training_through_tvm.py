@@ -45,7 +45,7 @@ x = torch.randn(2, 16, 64, requires_grad=True)
 # %% [markdown]
 # ## The stages
 #
-# `lower` does everything but compile, changes nothing, and keeps what every pass was given and made.
+# `lower` does everything but compile, changes nothing, and keeps the input and output of every pass.
 
 # %%
 lowered = lower(layer, x, partition="save_all")
@@ -70,10 +70,10 @@ print(lowered.diff("masked", "spelled").text(lines=18))
 # %% [markdown]
 # ## The joint graph
 #
-# TVM's `Gradient` differentiates a *scalar*. A layer returns a tensor $y$, and what autograd asks for is the
-# vector-Jacobian product with the gradient $\bar y$ that comes from above. Both meet in $\operatorname{root} = \sum_i
-# y_i \bar y_i$: its gradient with respect to any input *is* that product. So the function is *seeded* with a parameter
-# `grad_out_0` and a first result. On something small enough to read:
+# TVM's `Gradient` differentiates a *scalar*. A layer returns a tensor $y$, and autograd asks for the vector-Jacobian
+# product with the incoming gradient $\bar y$. Both meet in $\operatorname{root} = \sum_i y_i \bar y_i$: its gradient
+# with respect to any input *is* that product. So the function is *seeded* with a parameter `grad_out_0` and a first
+# result. On a small function:
 
 # %%
 import autodiff
@@ -86,8 +86,8 @@ seeded = autodiff.seed_vjp(tiny, outputs=[0])
 print(*function_lines(seeded), sep="\n")
 
 # %% [markdown]
-# TVM's own pass, run on it as it comes. It is correct, and it computes more than anybody needs: ones that are the
-# seed of the chain rule, sums that collapse nothing, products with one.
+# TVM's own pass, applied directly. It is correct, and it computes more than necessary: ones that are the seed of the
+# chain rule, sums that collapse nothing, products with one.
 
 # %%
 from tvm import relax
@@ -158,10 +158,10 @@ half = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.L
 visualize(lower(half, x, partition="save_all"), "cleaned")
 
 # %% [markdown]
-# ## The split, and the captures
+# ## The split, and the saved tensors
 #
-# Cut along the colour: the forward returns its output *and* what is blue, the captures (autograd's "residuals"); the
-# backward takes those and the `grad_out`.
+# Cut along the colour: the forward returns its output *and* the blue values, the saved tensors ("residuals" in the
+# literature); the backward takes them and the `grad_out`.
 
 # %%
 for name, part in (("forward", lowered.forward), ("backward", lowered.backward)):
@@ -175,8 +175,8 @@ assert len(results(lowered.forward)) == lowered.num_results + len(captures)
 # %% [markdown]
 # ## The autograd Function by hand
 #
-# Two functions and a contract are all that PyTorch's autograd wants. `compile_function` makes a program of each: a
-# flat list of fused kernels and library calls over torch's memory.
+# PyTorch's autograd only requires two functions and a contract. `compile_function` makes a program of each: a flat
+# list of fused kernels and library calls over torch's memory.
 
 # %%
 from bridge.compile import compile_function
@@ -247,9 +247,9 @@ visualize(run_forward)
 # %% [markdown]
 # ## `add_tvm_dispatch`
 #
-# What is missing above is the part that must never be wrong: guards that decide whether a call is the one that was
-# compiled, buffers that change, outputs without gradient, missing `grad_out`s. One line does all of it, in place; the
-# loop stays as it was.
+# The part that must never be wrong is still missing: guards that decide whether a call is the compiled one, buffers
+# that change, outputs without gradient, missing `grad_out`s. One line does all of it, in place; the loop stays as it
+# was.
 
 # %%
 tokens = torch.randint(0, 200, (4, 8, 24), generator=torch.Generator().manual_seed(2))
@@ -335,11 +335,11 @@ smaller = lower(layer, x)
 print(saved_bytes(smaller, layer, (x,)))
 
 # %% [markdown]
-# ## What the minimum cut changed
+# ## The effect of the minimum cut
 #
-# `save_all` saves whatever is read. But GELU's input gives GELU's output back in one cheap kernel, and a mask of
-# bytes the same mask in floats. `"min_cut"`, the default, weighs every value by its bytes and cuts where the sum is
-# least; matrix products and reductions are never computed twice. The rest is recomputed in the backward.
+# `save_all` saves every value that the backward reads. But GELU's input gives GELU's output back in one cheap kernel,
+# and a mask of bytes the same mask in floats. `"min_cut"`, the default, weighs every value by its bytes and cuts where
+# the sum is least; matrix products and reductions are never computed twice. The rest is recomputed in the backward.
 
 # %%
 print(f"save_all {lowered.plan.bytes:,} bytes in {len(lowered.plan.captures)} captures")
@@ -363,8 +363,7 @@ for saved in smaller.plan.captures:
     print(f"{saved.bytes:>7,}  {saved.module_path or '(root)'}: {saved.reason}")
 
 # %% [markdown]
-# A budget goes further: fewer bytes, more work. (`partition=MinCut(budget=0.3)` for a fraction of what `save_all`
-# saves.)
+# A budget goes further: fewer bytes, more work. (`partition=MinCut(budget=0.3)` for a fraction of `save_all`'s bytes.)
 
 # %%
 from partition import curve

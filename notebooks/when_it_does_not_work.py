@@ -39,7 +39,7 @@ plt.rcParams["svg.fonttype"], plt.rcParams["svg.hashsalt"] = "none", "notebook"
 # %% [markdown]
 # ## Before compiling: `examine`
 #
-# It captures and lowers, compiles nothing, changes nothing, and lists what stands in the way, with your line.
+# It captures and lowers, compiles nothing, changes nothing, and lists the unsupported parts, with your line.
 
 
 # %%
@@ -60,8 +60,8 @@ print(examine(Sparse(), x))
 # %% [markdown]
 # ## Unsupported modules
 #
-# What a graph cannot hold is refused when the dispatch is added, not discovered in epoch three: a shape that numbers
-# decide, Python state that `forward` changes. The module is then exactly as it was.
+# Code that a graph cannot hold is refused when the dispatch is added, not discovered in epoch three: a shape that
+# numbers decide, Python state that `forward` changes. The module is then exactly as it was.
 # (A branch on a number is compiled as the sample takes it, and checked at every call; a counter is counted on.)
 
 
@@ -207,9 +207,9 @@ assert found.first.name == "joint" and found.first.culprit.op == "tanh"
 visualize(wrong, "joint")
 
 # %% [markdown]
-# To hand it to somebody without your model: a script that holds the stage, its inputs, and what autograd says. It
-# exits with 1 as long as rebuilding the stage gives the wrong numbers. The process that runs it here has the right
-# rule, so it passes: the bug is fixed.
+# For a bug report without your model: a script that holds the stage, its inputs, and autograd's results. It exits
+# with 1 as long as rebuilding the stage gives the wrong numbers. The process that runs it here has the right rule, so
+# it passes: the bug is fixed.
 
 # %%
 with planted("relax.tanh", lambda partial, const: partial * const(1.001)), tempfile.TemporaryDirectory() as folder:
@@ -222,9 +222,9 @@ assert done.returncode == 0
 # %% [markdown]
 # ## Rounding or error?
 #
-# A relative error of $10^{-6}$ drowns in what rounding explains in float32, and float64 still shows it. The other way
-# round, a rule that loses digits (by adding a large number and taking it away again) is off by far more, and is *not*
-# wrong: in float64 it goes away. That is all there is to telling them apart, and `check` does it by itself.
+# A relative error of $10^{-6}$ is hidden by rounding in float32, and float64 still shows it. The other way round, a
+# rule that loses digits (by adding a large number and subtracting it again) is off by far more, and is *not* wrong: in
+# float64 the difference disappears. `check` tells them apart in this way by itself.
 
 # %%
 with planted("relax.tanh", lambda partial, const: partial * const(1 + 1e-6)):
@@ -253,9 +253,9 @@ assert torch.allclose(y, z)
 # %% [markdown]
 # ## Memory
 #
-# Too much is saved for the backward? `explain` says what, and why. A budget, a fraction of what `"save_all"` captures,
-# makes the backward compute more again; if it cannot be reached, a note says so. Results do not change: the forward
-# is the same under every strategy, bit for bit.
+# Too much is saved for the backward? `explain` lists the saved tensors with their reasons. A budget, a fraction of
+# `"save_all"`'s bytes, makes the backward recompute more; if it cannot be reached, a note says so. Results do not
+# change: the forward is the same under every strategy, bit for bit.
 
 # %%
 from bridge.show.memory import eager_saved_bytes

@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Your own recurrent cell
 #
-# `nn.LSTM` is fast because somebody wrote it as one operator. Change a line of the cell, and that operator is gone:
-# your loop calls a dozen small operators per time step. This notebook writes an LSTM with layer normalization in
-# plain PyTorch (Ba, Kiros and Hinton, 2016) and looks at what a compiler makes of the loop.
+# `nn.LSTM` is fast because it is one hand-written operator. Change a line of the cell, and that operator is gone: your
+# loop calls a dozen small operators per time step. This notebook writes an LSTM with layer normalization in plain
+# PyTorch (Ba, Kiros and Hinton, 2016) and follows its loop through the compiler.
 
 # %%
 import copy
@@ -93,9 +93,9 @@ assert calls_in(lowered)["aten.tanh.default"] == 2
 # %% [markdown]
 # ## Fusion
 #
-# Three time steps are enough to see the pattern. Matrix products stay products. What is between two of them is two
-# kernels: both LayerNorms of the gates with their sum, over rows of four times the width, and then, over rows of the
-# width, the sigmoids and tanhs, the new cell, its LayerNorm and the new state.
+# Three time steps are enough to see the pattern. Matrix products stay products. Between two of them are two kernels:
+# both LayerNorms of the gates with their sum, over rows of four times the width, and then, over rows of the width, the
+# sigmoids and tanhs, the new cell, its LayerNorm and the new state.
 
 # %%
 from bridge.base.session import SESSION
@@ -117,7 +117,7 @@ visualize(program, kernel=cell.name)
 # %% [markdown]
 # ## How many calls
 #
-# For a small cell what counts is how often Python and the dispatcher are asked. Eager's calls are counted as they
+# For a small cell the number of calls through Python and the dispatcher counts. Eager's calls are counted as they
 # happen, forward and backward; the program's are its steps.
 
 
@@ -172,8 +172,8 @@ assert steps[-1] < eager[-1] / 2
 #
 # Both weights are used in every time step, so by the chain rule each gradient is a sum of one small product per step.
 # A sum of products is one product of joined matrices, $\sum_t A_t^\top B_t = [A_1; \dots; A_T]^\top [B_1; \dots;
-# B_T]$, and that is far better use of a matrix multiplier. Three unrolled steps show it; a loop does the same with what
-# its steps leave behind.
+# B_T]$, and that is far better use of a matrix multiplier. Three unrolled steps show it; a loop does the same with the
+# saved results of its steps.
 
 # %%
 from autodiff.ir import bindings, op_name
@@ -191,7 +191,7 @@ assert after < joint - forward
 # %% [markdown]
 # ## The same numbers
 #
-# A toy task: tell at every time step the running mean of what was seen. Eager and dispatched from the same seed.
+# A toy task: predict at every time step the running mean of the inputs so far. Eager and dispatched from the same seed.
 
 # %%
 torch.manual_seed(1)
@@ -234,8 +234,8 @@ lower(module, x[:, :4].detach().requires_grad_()).check()
 # %% [markdown]
 # ## Beside `nn.LSTM`
 #
-# Forward and backward, taking turns. `nn.LSTM` has no layer normalization: it is there to show what a cell costs that
-# somebody optimized by hand. `python -m benchmarks recurrent` also asks `torch.compile`, which unrolls the same loop.
+# Forward and backward, taking turns. `nn.LSTM` has no layer normalization: it shows the cost of a hand-optimized cell.
+# `python -m benchmarks recurrent` also measures `torch.compile`, which unrolls the same loop.
 
 
 # %%
