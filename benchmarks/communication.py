@@ -61,8 +61,7 @@ def traced(step: Callable[[], None], meet: Callable[[], None], rounds: int = 3) 
     """The kernels of each of ``rounds`` steps; empty where the profiler sees no kernels (no CUPTI).
 
     ``meet`` is a barrier of all processes without GPU work: profilers take tens of milliseconds to start, differently
-    in
-    each process, and NCCL's kernels would wait for them.
+    in each process, and NCCL's kernels would wait for them.
     """
     found = []
     for _ in range(rounds):

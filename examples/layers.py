@@ -57,8 +57,7 @@ def dispatch_layers(model: BertForSequenceClassification, batch: dict[str, Any])
     """Dispatches the encoder layers for their calls in ``model(**batch)``.
 
     A training calls its layers in several ways: without an attention mask where no token is padding, in evaluation,
-    with
-    another batch size at the end of an epoch. ``on_miss="compile"`` compiles each of these when it first occurs.
+    with another batch size at the end of an epoch. ``on_miss="compile"`` compiles each of these when it first occurs.
 
     Args:
         model: in train mode.

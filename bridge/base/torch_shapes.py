@@ -66,8 +66,7 @@ def fake_results_not_kept() -> Iterator[None]:
     """While active, new fake modes do not cache operator results by tensor metadata.
 
     With symbolic sizes, the cache takes longer than the operators: without it, capturing an attention for all sizes
-    takes
-    six tenths of the time.
+    takes six tenths of the time.
     """
     config = importlib.import_module("torch._dynamo.config")
     with config.patch(fake_tensor_cache_enabled=False):

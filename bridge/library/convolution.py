@@ -46,7 +46,6 @@ def _telling(x):
 
     torch derives the memory format from the strides, also for extents 1: a 1x1 weight may be in both formats, and then
     selects another result format.
-    then selects another result format.
     """
     return x.view(-1).view(x.shape) if 1 in x.shape and x.is_contiguous() else x
 

@@ -49,8 +49,9 @@ class Drawn:
 
     Args:
         draws: eager's draws, in order.
-        given: by index: the tensor of a draw that is made before the program; the generator's state of a placed draw
-            and of the first computed one, which makes itself and all later ones from it (:mod:`bridge.aten.draws`).
+        given: by index: the tensor of a draw that is made before the program; the generator's state of an in-kernel
+            draw at an offset; the state of the first draw with computed parameters, from which the run makes it and all
+            later ones (:mod:`bridge.aten.draws`).
     """
 
     def __init__(self, draws: Sequence[Draw], given: Mapping[int, torch.Tensor]):

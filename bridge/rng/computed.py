@@ -8,9 +8,10 @@ Dropout inside efficient attention: the kernel does not return its mask, but it 
 an identity matrix as values, an element of the result is nonzero if the weight of that key was kept. Where kernels
 compute masks, only the check of the rule needs it.
 
-Computed masks: observed dropouts of a GPU → eager's rule, where it is known to the bit: for dense tensors of the usual
-dtypes, on a checked GPU, in memory of the call's own, or in an input that begins at an aligned address, which is then a
-condition of the entry (:func:`alignment_of`). torch draws every other mask before the program runs, and it is stored.
+Recomputed masks: observed dropouts of a GPU → eager's rule, where it is known to the bit: for dense tensors of the
+usual dtypes, on a checked GPU, in memory of the call's own, or in an input that begins at an aligned address, which is
+then a condition of the entry (:func:`alignment_of`). torch draws every other mask before the program runs, and it is
+stored.
 
 Check: masks by the kernels of this package and by eager, bit for bit, once per device and process. The numbers of
 eager's dropout follow no documented rule: they depend on the kernel, the GPU's size and the width of loads. On a GPU,
@@ -177,7 +178,7 @@ def alignment_of(draw: Draw) -> int:
 
 
 def mask_at(draw: Draw, state: torch.Tensor) -> torch.Tensor:
-    """A computed mask, drawn by torch from the generator's state before the draw. Restores the generator."""
+    """A recomputed dropout mask, drawn by torch from the generator's state before the draw. Restores the generator."""
     if not draw.is_attention_mask and draw.operand.of is not None:
         draw = replace(draw, operand=replace(draw.operand, of=None))  # aligned as memory of the call's own
     make = AttentionMask(draw) if draw.is_attention_mask else FusedDropout(draw)

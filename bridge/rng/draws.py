@@ -66,7 +66,7 @@ class Draws:
 
     Args:
         draws: eager's draws, in order; all are made, used or not, to leave the generators in eager's state. From the
-            first computed draw on, the program makes them, from the generator's state in its place.
+            first draw with computed parameters on, the program makes them, from the generator's state in its place.
         masks: indices of dropout masks (drawn as ``bool``).
         used: indices of the draws that the compiled code takes, in the order of its parameters.
         computed: indices of masks that the program computes, from the generator's state before each.

@@ -7,7 +7,7 @@ not fault on unmapped pages; the mutex must be free, and must stop another threa
 
 Generator states: draws that programs make by themselves → seed and offset before each.
 A CUDA generator's seed and offset are read, and the offset is advanced as by eager's kernel, without waiting for the
-device. Library functions read the states of placed draws on the host; states of computed masks
+device. Library functions read the states of in-kernel draws on the host; states of recomputed dropout masks
 (:mod:`bridge.compile.codegen.philox`) reach the device as a kernel's argument (:mod:`bridge.compile.cuda.copies`).
 """
 
@@ -245,7 +245,7 @@ class GeneratorStates:
     """The states before consecutive draws on one device.
 
     Args:
-        draws: placed draws, and dropouts whose masks kernels compute.
+        draws: in-kernel draws at an offset, and dropouts with recomputed masks.
     """
 
     def __init__(self, draws: Sequence[Draw]):
