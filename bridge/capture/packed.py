@@ -20,12 +20,12 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
-from bridge.base.torch_internals import aten, no_torch_function, pack_padded, pad_packed, pytree
+from bridge.base.torch_internals import VF, aten, no_torch_function, pack_padded, pad_packed, pytree
 
 __all__ = ["PACKED_LAYERS", "PackedSequences", "PackedUseError", "packed_layers"]
 
-_CELLS = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "rnn_tanh", torch.rnn_relu: "rnn_relu"}
-_ZEROS = torch.zeros
+_CELLS = {VF.lstm: "lstm", VF.gru: "gru", VF.rnn_tanh: "rnn_tanh", VF.rnn_relu: "rnn_relu"}
+_ZEROS = VF.zeros
 _WIDE = ({torch.float32}, {torch.float64})
 _OWN = os.path.dirname(__file__)
 _ASKED = {each.__get__ for each in (torch.Tensor.dtype, torch.Tensor.device, torch.Tensor.requires_grad)}
@@ -63,7 +63,7 @@ class _Packed:
     def where(self, x: torch.Tensor, padding: float) -> torch.Tensor:
         """``x`` [steps, batch, ...] with ``padding`` after the sequences' ends."""
         active = self.active.reshape(*self.active.shape, *[1] * (x.dim() - 2))
-        return torch.where(active, x, x.new_full((), padding))
+        return VF.where(active, x, x.new_full((), padding))
 
 
 class PackedSequences:
@@ -79,7 +79,7 @@ class PackedSequences:
         """Calls a torch function in its padded form, or by ``call(func, args, kwargs)`` → its result."""
         if func == pack_padded:
             return self._pack(*args, **kwargs)
-        if func is torch.sort and current_device() != HOST and _caller().f_code is pack_padded_sequence.__code__:
+        if func is VF.sort and current_device() != HOST and _caller().f_code is pack_padded_sequence.__code__:
             kwargs = {**kwargs, "stable": True}  # any order of equal lengths is right; this one is the same everywhere
         if not self._packed:
             return call(func, args, kwargs)
@@ -112,9 +112,9 @@ class PackedSequences:
             padded = (input.transpose(0, 1) if batch_first else input)[:steps]
             if steps < 0 or padded.shape[:2] != (steps, *lengths.shape):
                 return pack_padded(input, lengths, batch_first)  # eager's error
-            sizes = (lengths > torch.arange(steps, device=lengths.device).unsqueeze(1)).sum(1)
+            sizes = (lengths > VF.arange(steps, device=lengths.device).unsqueeze(1)).sum(1)
             own = lengths.to(input.device)
-            active = own > torch.arange(steps, device=input.device).unsqueeze(1)
+            active = own > VF.arange(steps, device=input.device).unsqueeze(1)
             packed = _Packed(padded.flatten(0, 1), own, sizes, active)
             packed = replace(packed, rows=packed.where(padded, 0).flatten(0, 1))
             self._sizes[id(sizes)] = packed
@@ -144,8 +144,8 @@ class PackedSequences:
         with no_torch_function():
             y = packed.where(packed.padded, padding)
             if total > y.shape[0]:
-                y = torch.cat([y, y.new_full((total - y.shape[0], *y.shape[1:]), padding)])
-            lengths = (sizes.unsqueeze(1) > torch.arange(y.shape[1], device=sizes.device)).sum(0)
+                y = VF.cat([y, y.new_full((total - y.shape[0], *y.shape[1:]), padding)])
+            lengths = (sizes.unsqueeze(1) > VF.arange(y.shape[1], device=sizes.device)).sum(0)
             return y.transpose(0, 1) if batch_first else y, lengths
 
     def _require_same(self, packed: _Packed, sizes: torch.Tensor) -> None:
@@ -191,7 +191,7 @@ def packed_layers(
 def _like(cell, x, lengths, states, weights, biases, layers, both_ways):
     directions = 2 if both_ways else 1
     y = x.new_empty(*x.shape[:2], directions * states[0].shape[2])
-    return y, torch.empty_like(states[0]), torch.empty_like(states[1]) if cell == "lstm" else x.new_empty(0)
+    return y, VF.empty_like(states[0]), VF.empty_like(states[1]) if cell == "lstm" else x.new_empty(0)
 
 
 _library.impl("packed_layers", packed_layers, "CompositeExplicitAutograd")

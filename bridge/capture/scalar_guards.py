@@ -20,6 +20,7 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.errors import TORCH_DIR, Unsupported, is_user_file, line_of
+from bridge.base.torch_internals import VF
 from bridge.capture.prepared_twin import PreparedTwin
 
 __all__ = ["COUNTS", "FORMS", "ReadsDifferError", "ScalarGuard", "SharedArrays", "frozen", "line_of_reading"]
@@ -73,7 +74,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
 
 
 def _allclose(one: torch.Tensor, other: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-    return torch.isclose(one, other, *rest, **options).all()
+    return VF.isclose(one, other, *rest, **options).all()
 
 
 numbers_of: dict[str, Callable[..., torch.Tensor | None]] = {
@@ -147,7 +148,7 @@ def _set(x: torch.Tensor) -> torch.Tensor:
 
 def _longest(lengths: torch.Tensor) -> torch.Tensor:
     falls = (lengths[1:] <= lengths[:-1]).all() & (lengths[-1] > 0)
-    return torch.where(falls, lengths[0], -1)
+    return VF.where(falls, lengths[0], -1)
 
 
 #: Name -> count of a tensor: its nonzero elements; its sum; the first of positive lengths that never rise, else -1; a
@@ -158,7 +159,7 @@ COUNTS |= {"longest": _longest, "bins": torch.Tensor.sum}
 
 def _positions(count: Count, x: torch.Tensor) -> torch.Tensor:
     """``(count, axes)`` int64 positions of nonzero elements, in eager's memory layout."""
-    found = torch.nonzero_static(x, size=count("set", x))
+    found = VF.nonzero_static(x, size=count("set", x))
     return found if x.device == HOST else found.t().contiguous().t()
 
 
@@ -221,10 +222,10 @@ def _repeated(count: Count, input: torch.Tensor, repeats: Any = None, dim: Any =
     if others or not isinstance(times, torch.Tensor) or times.dim() != 1:
         return NotImplemented
     if repeats is None:
-        return torch.repeat_interleave(input, output_size=count("total", times))
+        return VF.repeat_interleave(input, output_size=count("total", times))
     if dim is None or times.numel() != input.shape[dim]:
         return NotImplemented
-    return torch.repeat_interleave(input, repeats, dim, output_size=count("total", times))
+    return VF.repeat_interleave(input, repeats, dim, output_size=count("total", times))
 
 
 def _bincount(count: Count, input: torch.Tensor, weights: Any = None, minlength: int = 0, **others: Any) -> Any:
@@ -236,26 +237,26 @@ def _bincount(count: Count, input: torch.Tensor, weights: Any = None, minlength:
     if others or weights is not None or input.dim() != 1 or not input.numel() or input.is_floating_point():
         return NotImplemented
     places = input.long()
-    bins = torch.where(places.min() < 0, -1, (places.max() + 1).clamp(min=minlength))
+    bins = VF.where(places.min() < 0, -1, (places.max() + 1).clamp(min=minlength))
     size = count("bins" if minlength else "total", bins)
     if size < 0:
         return NotImplemented
-    return places.new_zeros(size).index_add(0, places.clamp(0, size - 1), torch.ones_like(places))
+    return places.new_zeros(size).index_add(0, places.clamp(0, size - 1), VF.ones_like(places))
 
 
 FORMS: dict[Any, Callable[..., Any]] = {
-    torch.nonzero: _nonzero,
+    VF.nonzero: _nonzero,
     torch.Tensor.nonzero: _nonzero,
-    torch.argwhere: _nonzero,
+    VF.argwhere: _nonzero,
     torch.Tensor.argwhere: _nonzero,
-    torch.where: _where,
-    torch.masked_select: _masked_select,
+    VF.where: _where,
+    VF.masked_select: _masked_select,
     torch.Tensor.masked_select: _masked_select,
     torch.Tensor.__getitem__: _gathered,
     torch.Tensor.__setitem__: _scattered,
-    torch.bincount: _bincount,
+    VF.bincount: _bincount,
     torch.Tensor.bincount: _bincount,
-    torch.repeat_interleave: _repeated,
+    VF.repeat_interleave: _repeated,
     torch.Tensor.repeat_interleave: _repeated,
 }
 """Function with a data-dependent size → its static-shape form. The form takes ``count`` (a name in :data:`COUNTS`, a
@@ -305,10 +306,10 @@ def tensor_of(data: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor
         parts = [
             each.detach().reshape(()).to(device, dtype)
             if isinstance(each, torch.Tensor)
-            else torch.full((), each, dtype=dtype, device=device)
+            else VF.full((), each, dtype=dtype, device=device)
             for each in flat
         ]
-        return torch.stack(parts).reshape(shape)
+        return VF.stack(parts).reshape(shape)
 
 
 _TYPES: dict[type, Any] = {bool: torch.bool, int: torch.int64, float: float}

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
 from bridge.base.quirks import applies, quirk
-from bridge.base.torch_internals import aten, pytree
+from bridge.base.torch_internals import VF, aten, pytree
 from bridge.base.torch_shapes import check_places
 
 __all__ = ["HANDLERS", "WHOLE_FUNCTIONS", "WholeFunction", "define_whole"]
@@ -138,7 +138,7 @@ def _ctc_loss(
     return _ctc_of_lists(log_probs, targets, *map(list, lengths), *options)
 
 
-for _function in (F.ctc_loss, torch.ctc_loss):
+for _function in (F.ctc_loss, VF.ctc_loss):
     HANDLERS[_function] = partial(_ctc_loss, _function)
 
 
@@ -278,7 +278,7 @@ def _istft(
     return _istft_whole(input, *rest)
 
 
-for _function in (torch.istft, torch.Tensor.istft):
+for _function in (VF.istft, torch.Tensor.istft):
     HANDLERS[_function] = _istft
 
 
@@ -335,15 +335,15 @@ def _cov(input, *, correction=1, fweights=None, aweights=None):
 )
 def _combinations(input, r=2, with_replacement=False):
     if type(input.shape[0]) is not int or input.dim() != 1:
-        return torch.combinations(input, r, with_replacement)
+        return VF.combinations(input, r, with_replacement)
     return _combinations_whole(input, r, with_replacement)
 
 
-for _function in (torch.cov, torch.Tensor.cov):
+for _function in (VF.cov, torch.Tensor.cov):
     HANDLERS[_function] = _cov
-for _function in (torch.corrcoef, torch.Tensor.corrcoef):
+for _function in (VF.corrcoef, torch.Tensor.corrcoef):
     HANDLERS[_function] = lambda input: _corrcoef_whole(input)
-HANDLERS[torch.combinations] = _combinations
+HANDLERS[VF.combinations] = _combinations
 
 
 # Writes by positions
@@ -352,7 +352,7 @@ HANDLERS[torch.combinations] = _combinations
 _as_strided_scatter_whole = define_whole(
     "as_strided_scatter(Tensor input, Tensor src, int[] size, int[] stride, int storage_offset) -> Tensor",
     WholeFunction(aten.as_strided_scatter.default),
-    lambda input, src, *places: check_places(input, *places) or torch.empty_like(input),
+    lambda input, src, *places: check_places(input, *places) or VF.empty_like(input),
 )
 
 
@@ -372,7 +372,7 @@ def _as_strided_scatter(function, input, src, size, stride, storage_offset=None)
     return _as_strided_scatter_whole(input, src, size, stride, storage_offset or 0)
 
 
-for _function in (torch.as_strided_scatter, torch.Tensor.as_strided_scatter):
+for _function in (VF.as_strided_scatter, torch.Tensor.as_strided_scatter):
     HANDLERS[_function] = partial(_as_strided_scatter, _function)
 
 
@@ -390,7 +390,7 @@ def _max_pool1d(function, input, *args, **kwargs):
     return made if is_followed or input.device != HOST else made.contiguous()
 
 
-for _function in (torch.max_pool1d, F.max_pool1d):
+for _function in (VF.max_pool1d, F.max_pool1d):
     HANDLERS[_function] = partial(_max_pool1d, _function)
 
 
@@ -412,5 +412,5 @@ def _to_half(leaf: Any) -> Any:
     return leaf.to(torch.float16) if is_cast else leaf
 
 
-for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
+for _function in (VF.lstm, VF.gru, VF.rnn_tanh, VF.rnn_relu):
     HANDLERS[_function] = _cast_for_cudnn(_function)

@@ -43,6 +43,7 @@ from bridge.artifact import current_store, of_this_package
 from bridge.base.log import Stopwatch, channel
 from bridge.base.session import SESSION
 from bridge.base.threads import free_in_children, raise_deferred, renewed_in_children
+from bridge.base.torch_internals import VF
 from bridge.compile.backend import Backend
 from bridge.compile.loop_ir.graph import Graph, LoopCall, MatMul, Value, eliminate_dead_code
 from bridge.compile.options import CompileOptions
@@ -119,7 +120,7 @@ def _forms(
 ) -> dict[str, Callable[[], object]]:
     """Runnable trials: the separate steps and, if the chained form has fewer steps, the chain."""
     graph, products = chain.graph(dict(constants))
-    inputs = [torch.ones(param.shape, dtype=getattr(torch, param.dtype)) for param in graph.params]
+    inputs = [VF.ones(param.shape, dtype=getattr(torch, param.dtype)) for param in graph.params]
     programs = {}
     for way, chained in ((STEPS, frozenset()), (CHAIN, products)):
         placed = optimize(choose_layouts(graph, backend, policy, chained=chained), backend)

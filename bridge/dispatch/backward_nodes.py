@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from autodiff.extents import sample_of
+from bridge.base.torch_internals import VF
 from bridge.compile import CallLibrary, Launch, Liveness, Program, RunLoop, Segment
 
 __all__ = ["BoundSegment", "Gradient", "SegmentedRun", "gradients_of", "make_token", "most_nodes", "nodes_of"]
@@ -208,7 +209,7 @@ class SegmentedRun:
 
 def make_token(device: torch.device, run: Pass | None = None) -> torch.Tensor:
     """An empty tensor that one autograd node hands to the next, with the segmented run as attribute ``run``."""
-    token = torch.empty(0, dtype=torch.float32, device=device)  # autograd casts one of another type than the output's
+    token = VF.empty(0, dtype=torch.float32, device=device)  # autograd casts one of another type than the output's
     token.run = run
     return token
 

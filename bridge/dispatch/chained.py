@@ -22,6 +22,7 @@ import torch
 from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_autograd import applied
 from bridge.base.torch_internals import (
+    VF,
     current_graph_task_id,
     engine_run_backward,
     len_function_stack,
@@ -142,7 +143,7 @@ def _is_asked_for(tensor: torch.Tensor) -> bool:
 def _probe() -> torch.Tensor:
     """A private tensor, whose node runs in a backward for all leaves but not in one for selected inputs."""
     with torch.enable_grad():
-        return torch.zeros((), requires_grad=True).view(())
+        return VF.zeros((), requires_grad=True).view(())
 
 
 class _Chained(torch.autograd.Function):

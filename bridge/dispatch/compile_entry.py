@@ -21,7 +21,7 @@ from bridge.base.devices import HOST, TYPES, default_device_of_forward, working_
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.log import Stopwatch, channel
 from bridge.base.threads import raise_deferred
-from bridge.base.torch_internals import pytree
+from bridge.base.torch_internals import VF, pytree
 from bridge.capture import (
     LoopedCall,
     NumberPlace,
@@ -254,7 +254,7 @@ def _outside_inference(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_inference():
         return tensor
     storage = tensor.untyped_storage().clone()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+    return VF.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage, tensor.storage_offset(), tensor.shape, tensor.stride()
     )
 

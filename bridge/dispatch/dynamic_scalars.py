@@ -17,7 +17,7 @@ from torch import fx
 
 from bridge.base.errors import CompilationError, swallowed
 from bridge.base.log import channel
-from bridge.base.torch_internals import pytree
+from bridge.base.torch_internals import VF, pytree
 from bridge.capture import Captured, NumberPlace, device_of_call, number_tensor, with_dynamic_scalars
 from bridge.lowering import LoweredCall, lower_once
 from bridge.state import SampleCall, same
@@ -153,7 +153,7 @@ class _Comparison:
         constant, inputs = self._captured
         if then.name in constant.literals and now.name in inputs.literals:
             first, second = constant.literals[then.name], inputs.literals[now.name]
-            return first.dtype == second.dtype and torch.equal(first, second)
+            return first.dtype == second.dtype and VF.equal(first, second)
         first, second = constant.placeholders.get(then.name), inputs.placeholders.get(now.name)
         if first is None or second is None:
             return False
@@ -164,7 +164,7 @@ class _Comparison:
             value = self._theirs.get(then) if isinstance(then, fx.Node) else then
             if value is None or isinstance(value, bool) or not isinstance(value, int | float | torch.Tensor):
                 return False
-            expected, found = torch.as_tensor(value, dtype=torch.float64), self._ours[now]
+            expected, found = VF.as_tensor(value, dtype=torch.float64), self._ours[now]
             expected = expected.to(found.dtype)
             return repr(expected.item()) == repr(found.item())  # zero has a sign
         if isinstance(then, fx.Node) or isinstance(now, fx.Node):

@@ -23,6 +23,7 @@ import torch
 from bridge.base.devices import working_for
 from bridge.base.modes import autocast_to
 from bridge.base.tensor_properties import as_parts
+from bridge.base.torch_internals import VF
 from bridge.capture import OVERWRITTEN, Captured
 from bridge.compile import evaluator
 from bridge.dispatch.guards import Sizes
@@ -223,7 +224,7 @@ class EagerBackward:
             )
             ends.pass_on = True
         gradients = {
-            place: torch.zeros_like(given[place]) if gradient is None and not cut else gradient
+            place: VF.zeros_like(given[place]) if gradient is None and not cut else gradient
             for place, gradient in zip(reached, found, strict=False)
         }
         return [*(gradients.get(place) for place in wanted), *found[len(reached) :]]

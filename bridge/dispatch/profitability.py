@@ -24,7 +24,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import GuardFailure, swallowed
 from bridge.base.generators import default_generator, states_put_back
 from bridge.base.threads import is_alone
-from bridge.base.torch_internals import COMPILED_CALL, has_global_hooks, has_saved_tensors_hooks, pytree
+from bridge.base.torch_internals import COMPILED_CALL, VF, has_global_hooks, has_saved_tensors_hooks, pytree
 from bridge.dispatch.entry import Entry
 from bridge.state import SampleCall, Snapshot, generators_put_back
 from bridge.trials import Pace, chosen, shortest
@@ -102,7 +102,7 @@ def _with_gradients(result: Any, wanted: Sequence[torch.Tensor], seeds: list[tor
 def _seed(output: torch.Tensor) -> torch.Tensor:
     """A random grad_out: with ones, a normalization's gradients would be pure rounding error."""
     generator = torch.Generator(HOST).manual_seed(0)
-    numbers = torch.randn(output.shape, generator=generator, device=HOST)
+    numbers = VF.randn(output.shape, generator=generator, device=HOST)
     return numbers.to(output.device, output.dtype)
 
 

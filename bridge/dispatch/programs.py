@@ -23,6 +23,7 @@ from autodiff.lazy import cached_property
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.tensor_properties import as_parts
 from bridge.base.threads import free_in_children, interrupts_deferred
+from bridge.base.torch_internals import VF
 from bridge.compile import Backend, CompileOptions, EntryGraphs, Liveness, Program, RecordedGraphs
 from bridge.dispatch.backward_nodes import (
     Gradient,
@@ -329,7 +330,7 @@ class FrozenPrograms(Programs):
             made = self.constants.run(list(map(as_parts, tensors)))
         params, name = self.forward.program.layout.params, self.forward.module_name
         for place in self.weights:
-            if not bool(torch.isfinite(made[place]).all()):
+            if not bool(VF.isfinite(made[place]).all()):
                 weight = params[len(params) - len(made) + place].name
                 what = Unsupported(weight, name, "not finite with what is folded into it: not exact")
                 raise UnsupportedModule(name, [what])

@@ -18,6 +18,7 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
+from bridge.base.torch_internals import VF
 from bridge.capture import (
     LITERAL,
     SIZE_OPERATORS,
@@ -102,7 +103,7 @@ def _given(arg: Any, values: list[Any]) -> Any:
 def _operator(operation: OperatorCall) -> Callable[..., Any]:
     if operation.name == LITERAL:
         elements, shape, dtype, device = operation.args
-        made = torch.tensor(elements, dtype=dtype, device=device).reshape(shape)
+        made = VF.tensor(elements, dtype=dtype, device=device).reshape(shape)
         return lambda *_: made
     if operation.name in SIZE_OPERATORS:
         return SIZE_OPERATORS[operation.name]

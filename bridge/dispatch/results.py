@@ -19,7 +19,7 @@ import torch
 from bridge.base.devices import HOST, may_be_on_host
 from bridge.base.pytrees import WithWholes, has_objects, unpacked
 from bridge.base.tensor_properties import view_in
-from bridge.base.torch_internals import pytree
+from bridge.base.torch_internals import VF, pytree
 from bridge.capture import Captured, Output
 from bridge.lowering import LoweredCall
 
@@ -102,7 +102,7 @@ def memory_orders(captured: Captured, positions: Sequence[int | None]) -> tuple[
         stride = None if position is None or observed.dtype.is_complex else _other_order(observed)
         if stride is not None:
             order = tuple(sorted(range(len(stride)), key=lambda axis: -stride[axis]))
-            turned = torch.empty([observed.shape[axis] for axis in order], device="meta")
+            turned = VF.empty([observed.shape[axis] for axis in order], device="meta")
             if tuple(stride[axis] for axis in order) == turned.stride():
                 found[position] = order
     return tuple(sorted(found.items()))
@@ -132,8 +132,8 @@ def result_layouts(
 def relaid(value: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
     """A copy of a result in new memory, with these strides."""
     if stride is None:
-        return torch.clone(value)
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+        return VF.clone(value)
+    return VF.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _other_order(observed: Output) -> tuple[int, ...] | None:
@@ -141,11 +141,11 @@ def _other_order(observed: Output) -> tuple[int, ...] | None:
 
     Gaps of a slice are not reproduced. The order is, since later ``*_like`` draws follow it.
     """
-    plain = torch.empty(observed.shape, device="meta").stride()
+    plain = VF.empty(observed.shape, device="meta").stride()
     if plain == tuple(observed.stride):
         return None
-    eagers = torch.empty_strided(observed.shape, observed.stride, dtype=observed.dtype, device="meta")
-    stride = torch.empty_like(eagers).stride()
+    eagers = VF.empty_strided(observed.shape, observed.stride, dtype=observed.dtype, device="meta")
+    stride = VF.empty_like(eagers).stride()
     same = all(a == b for a, b, extent in zip(stride, plain, observed.shape, strict=True) if extent != 1)
     if same or 0 in observed.shape:
         return None
@@ -199,7 +199,7 @@ def _orders(captured: Captured, primals: Sequence[int]) -> tuple[tuple[int, tupl
     for place, index in enumerate(primals):
         shape, stride, dtype = tensors[index] if index < len(tensors) else ((), (), torch.bool)
         if len(shape) in _CHANNELS_LAST and dtype.is_floating_point:
-            form = torch.empty_strided(shape, stride, device="meta")
+            form = VF.empty_strided(shape, stride, device="meta")
             if form.is_contiguous(memory_format=_CHANNELS_LAST[len(shape)]) and not form.is_contiguous():
                 found.append((place, (0, *range(2, len(shape)), 1)))
     return tuple(found)

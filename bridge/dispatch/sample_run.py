@@ -23,7 +23,7 @@ from bridge.base.generators import default_generator, of_gpus, states_put_back
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.pytrees import packed_arguments, unpacked
 from bridge.base.threads import is_alone
-from bridge.base.torch_internals import COMPILED_CALL, innermost_transform, no_frames_compiled, pytree
+from bridge.base.torch_internals import COMPILED_CALL, VF, innermost_transform, no_frames_compiled, pytree
 from bridge.capture import AsPython, IsolatedRNG, Twin, copier, device_of_call, is_capturing
 from bridge.dispatch.dispatcher import call_with_hooks
 from bridge.guards import Reads, recorded_reads, undo
@@ -101,7 +101,7 @@ def inner_calls(call: SampleCall, redraws: bool = False) -> list[InnerCall]:
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if outputs and torch.is_grad_enabled() and not all(each.grad for each in found):
                 with suppress(Exception):  # errors of the user's hooks and functions do not affect the calls found
-                    torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+                    torch.autograd.backward(outputs, [VF.ones_like(each) for each in outputs])
             same = 0 if len(found) > before else same + 1
             called.update(map(copied.module.get_submodule, (each.path for each in found[before:])))
             if same >= _SAME_RUNS and not any(0 < len(called & each) < len(each) for each in lists):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autodiff.library import LEARNED
 from bridge.base.generators import at_state, default_generator, own_at
-from bridge.base.torch_internals import aten
+from bridge.base.torch_internals import VF, aten
 from bridge.library.convolution import move
 from bridge.library.registry import library_function
 
@@ -153,7 +153,7 @@ def _is_aligned(x: Tensor) -> bool:
 def _scores(q, k, mask, is_causal, scale):
     scores = q @ _of_all_heads(k, q).mT * scale
     if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(VF.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     return scores if mask is None else scores + mask
 
 
@@ -171,18 +171,18 @@ def _noise(weights: Tensor, dropout: Dropout | None) -> Tensor | float:
     if dropout is None:
         return 1.0
     generator = own_at(weights.device, dropout.state)
-    kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= dropout.rate
+    kept = VF.rand(weights.shape, generator=generator, device=weights.device) >= dropout.rate
     return kept.to(weights.dtype) / (1 - dropout.rate)
 
 
 def _formula(q, k, v, mask, is_causal, scale, dropout=None):
     scores = _scores(q, k, mask, is_causal, scale)
-    weights = torch.softmax(scores, -1)
-    return weights * _noise(weights, dropout) @ _of_all_heads(v, q), torch.logsumexp(scores, -1)
+    weights = VF.softmax(scores, -1)
+    return weights * _noise(weights, dropout) @ _of_all_heads(v, q), VF.logsumexp(scores, -1)
 
 
 def _formula_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None, of_mask=False):
-    weights = torch.softmax(_scores(q, k, mask, is_causal, scale), -1)
+    weights = VF.softmax(_scores(q, k, mask, is_causal, scale), -1)
     noise = _noise(weights, dropout)
     d_weights = grad_out @ _of_all_heads(v, q).mT * noise
     d_mask = weights * (d_weights - (grad_out * out).sum(-1, keepdim=True))
@@ -197,7 +197,7 @@ FORMULA = AttentionKernel(_formula, _formula_backward)
 
 SUMS = {
     "flash": lambda sums: sums,
-    "efficient": lambda sums: torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32)),
+    "efficient": lambda sums: aten.constant_pad_nd(sums, (0, -sums.shape[-1] % 32)),
     "cudnn": lambda sums: sums.unsqueeze(-1),
 }
 """The formula's logsumexp in each kernel's shape."""

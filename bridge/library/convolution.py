@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from bridge.base.torch_cuda import convolves_by_cudnn, cudnn_flags
-from bridge.base.torch_internals import aten
+from bridge.base.torch_internals import VF, aten
 from bridge.library.registry import into_given, library_function
 
 __all__ = ["FORMS", "move", "pad_into"]
@@ -100,7 +99,7 @@ def convolution_last_into(outs, x, weight, *geometry):
 def convolution_last_backward_input(grad, weight, extents, *geometry):
     """VJP with respect to ``x``, of shape ``extents``; channels last."""
     # its numbers are not read, but grad is copied into its layout
-    x = torch.empty(extents, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
+    x = VF.empty(extents, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
     return _backward_input(grad, _channels_last(weight), x, geometry).permute(0, 2, 3, 1)
 
 
@@ -160,7 +159,7 @@ def _patches(x: Tensor, kernel: Sequence[int], geometry: Sequence) -> Tensor:
     stride, padding, dilation, _, _, _ = geometry
     if (*kernel, *stride, *padding) == (1, 1, 1, 1, 0, 0):
         return x.flatten(2)
-    return F.unfold(x, kernel, dilation, padding, stride)
+    return aten.im2col(x, kernel, dilation, padding, stride)
 
 
 def _want_one_product(x: Tensor, geometry: Sequence) -> None:
@@ -185,7 +184,7 @@ def convolution_backward_input_by_product(grad, weight, extents, *geometry):
     _want_one_product(grad, geometry)
     stride, padding, dilation, *_ = geometry
     patches = weight.flatten(1).t() @ grad.flatten(2)
-    return F.fold(patches, extents[2:], weight.shape[2:], dilation, padding, stride)
+    return aten.col2im(patches, extents[2:], weight.shape[2:], dilation, padding, stride)
 
 
 @library_function("convolution_backward_weight_by_product")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bridge.base.generators import offset_of, own_at
-from bridge.base.torch_internals import schema
+from bridge.base.torch_internals import VF, schema
 from bridge.capture import SLOPE_DRAWS, with_generator
 from bridge.library.registry import library_function
 
@@ -62,9 +62,9 @@ def _drawn(name, description, generator, given):
     missing = sum(not argument.kwarg_only for argument in schema(operator).arguments) - len(args)
     if missing and str(schema(operator).arguments[0].type) == "Tensor" and _fills(operator):
         shape, stride, dtype = described["result"]
-        args.insert(0, torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=generator.device))
+        args.insert(0, VF.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=generator.device))
     if operator in SLOPE_DRAWS:
-        made = torch.empty_like(args[0], memory_format=torch.contiguous_format)
+        made = VF.empty_like(args[0], memory_format=torch.contiguous_format)
         operator(args[0], made, *args[1:], generator=generator)
     else:
         made = with_generator(operator)(*args, **kwargs, generator=generator)
@@ -84,5 +84,5 @@ def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
     if list(tensor.stride()) == stride:
         return tensor
     once = tensor[tuple(slice(0, 1) if not step else slice(None) for step in stride)]
-    own = torch.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(once)
+    own = VF.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(once)
     return own.expand(tensor.shape)

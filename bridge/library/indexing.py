@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import aten
+from bridge.base.torch_internals import VF, aten
 from bridge.library.registry import into_given, library_function
 
 
@@ -23,7 +23,7 @@ def embedding(weight, indices, padding_idx, scale_grad_by_freq):
 @into_given("embedding", aten.embedding)
 def embedding_into(outs, weight, indices, padding_idx, scale_grad_by_freq):
     """Embedding into a given tensor, as torch's function computes it."""
-    torch.index_select(weight, 0, indices.reshape(-1), out=outs[0].view(indices.numel(), weight.shape[1]))
+    VF.index_select(weight, 0, indices.reshape(-1), out=outs[0].view(indices.numel(), weight.shape[1]))
     return True
 
 
@@ -66,9 +66,9 @@ def sorted_keys(indices, table, dtype):
     """Keys ``index * length + position`` of rows, sorted, with a larger sentinel at the end."""
     places, dtype = indices.reshape(-1), getattr(torch, dtype)
     length = len(places)
-    keys = torch.arange(length, dtype=dtype, device=places.device).add_(places, alpha=length)
+    keys = VF.arange(length, dtype=dtype, device=places.device).add_(places, alpha=length)
     found = keys.new_full((length + 1,), table * length)
-    torch.sort(keys, out=(found[:length], keys.new_empty(length, dtype=torch.long)))
+    VF.sort(keys, out=(found[:length], keys.new_empty(length, dtype=torch.long)))
     return found
 
 
@@ -77,33 +77,33 @@ def index_put(x, values, dims, indices, accumulate):
     return aten.index_put(x, _at(x.dim(), dims, indices), values, bool(accumulate))
 
 
-for _function in (torch.index_select, torch.index_add, torch.index_copy):
-    library_function(_function.__name__)(_function)
+for _name in ("index_select", "index_add", "index_copy"):
+    library_function(_name)(getattr(VF, _name))
 
 
 @library_function("sort")
 def sort(x, axis, descending, stable):
-    return tuple(torch.sort(x, dim=axis, descending=bool(descending), stable=bool(stable)))
+    return tuple(VF.sort(x, dim=axis, descending=bool(descending), stable=bool(stable)))
 
 
 @library_function("topk")
 def topk(x, axis, k, largest, sorted_):
-    return tuple(torch.topk(x, k, axis, bool(largest), bool(sorted_)))
+    return tuple(VF.topk(x, k, axis, bool(largest), bool(sorted_)))
 
 
 @library_function("kthvalue")
 def kthvalue(x, axis, k):
-    return tuple(torch.kthvalue(x, k, axis, keepdim=True))
+    return tuple(VF.kthvalue(x, k, axis, keepdim=True))
 
 
 @library_function("cummax")
 def cummax(x, axis):
-    return tuple(torch.cummax(x, axis))
+    return tuple(VF.cummax(x, axis))
 
 
 @library_function("cummin")
 def cummin(x, axis):
-    return tuple(torch.cummin(x, axis))
+    return tuple(VF.cummin(x, axis))
 
 
 def _along(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,24 +111,24 @@ def _along(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, axis: tuple(function(x, axis, keepdim=True))
 
 
-for _function in (torch.max, torch.min, torch.median, torch.nanmedian, torch.mode):
-    library_function(f"{_function.__name__}_dim")(_along(_function))
+for _name in ("max", "min", "median", "nanmedian", "mode"):
+    library_function(f"{_name}_dim")(_along(getattr(VF, _name)))
 
 
-for _function in (torch.erfc, torch.exp2, torch.atan2, torch.fmod, torch.remainder):
-    library_function(_function.__name__)(_function)
+for _name in ("erfc", "exp2", "atan2", "fmod", "remainder"):
+    library_function(_name)(getattr(VF, _name))
 
 
 @library_function("divide_floor")
 def divide_floor(a, b):
     """The quotient, rounded down."""
-    return torch.div(a, b, rounding_mode="floor")
+    return VF.div(a, b, rounding_mode="floor")
 
 
 @library_function("divide_trunc")
 def divide_trunc(a, b):
     """The quotient, rounded towards zero."""
-    return torch.div(a, b, rounding_mode="trunc")
+    return VF.div(a, b, rounding_mode="trunc")
 
 
 @library_function("binary_cross_entropy", aten.binary_cross_entropy)

@@ -15,7 +15,7 @@ import torch
 from bridge.base.mkl import multiply_packed
 from bridge.base.session import SESSION
 from bridge.base.tensor_properties import as_parts
-from bridge.base.torch_internals import aten, linear_pointwise, storage_id
+from bridge.base.torch_internals import VF, aten, linear_pointwise, storage_id
 from bridge.library.convolution import move, pad_into
 from bridge.library.registry import library_function, out_kernel
 
@@ -25,7 +25,7 @@ __all__ = ["waits_for_the_device"]
 @library_function("ran")
 def ran(x: torch.Tensor) -> torch.Tensor:
     """A true flag that depends on ``x``: it has been computed."""
-    return torch.ones((), dtype=torch.bool, device=x.device)
+    return VF.ones((), dtype=torch.bool, device=x.device)
 
 
 _WAITING = frozenset(
@@ -57,7 +57,7 @@ def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> t
         if "$tensor" in value:
             return tensors[value["$tensor"]]
         if "$complex" in value:
-            return torch.view_as_complex(tensors[value["$complex"]])
+            return VF.view_as_complex(tensors[value["$complex"]])
         if "$number" in value:
             return complex(*value["$number"])
         if "$dtype" in value:
@@ -97,21 +97,21 @@ def operator_vjp(name, arguments, wanted, outputs, *given):
         made = _operator(name, arguments, tuple(tensors))
         pairs = [(made[index], grad) for index, grad in zip(outputs, grads, strict=True) if made[index].requires_grad]
         if not pairs:
-            return torch.zeros_like(target)
+            return VF.zeros_like(target)
         (partial,) = torch.autograd.grad(
             [value for value, _ in pairs], [target], [grad for _, grad in pairs], allow_unused=True
         )
-    return torch.zeros_like(target) if partial is None else partial
+    return VF.zeros_like(target) if partial is None else partial
 
 
 @library_function("tangent")
 def tangent(like, number, index):
-    return torch.zeros_like(like)
+    return VF.zeros_like(like)
 
 
 @library_function("custom_gradient")
 def custom_gradient(count, *tensors):
-    return tuple(torch.zeros_like(each) for each in tensors[2 * count :])
+    return tuple(VF.zeros_like(each) for each in tensors[2 * count :])
 
 
 Tensors = Sequence[torch.Tensor]
@@ -127,7 +127,7 @@ def _cat(outs: Tensors, args: Tensors, axis: int) -> None:
     On a GPU, torch's kernel moves parts of tensors element by element; a few parts are copied in wider units instead.
     """
     if not args[0].is_cuda or len(args) > _FEW_COPIES or all(each.is_contiguous() for each in args):
-        torch.cat(list(args), axis, out=outs[0])
+        VF.cat(list(args), axis, out=outs[0])
         return
     begin = 0
     for each in args:
@@ -144,7 +144,7 @@ def _copy(outs: Tensors, args: Tensors) -> None:
 @out_kernel("stack")
 def _stack(outs: Tensors, args: Tensors, axis: int) -> None:
     """Stacks the args along a new axis."""
-    torch.stack(list(args), axis, out=outs[0])
+    VF.stack(list(args), axis, out=outs[0])
 
 
 @out_kernel("flip")
@@ -156,13 +156,13 @@ def _flip(outs: Tensors, args: Tensors, axis: int) -> None:
 @out_kernel("cumsum")
 def _cumsum(outs: Tensors, args: Tensors, axis: int, exclusive: bool) -> None:
     """Cumulative sums along an axis, in the out's type; ``exclusive``: without the element itself."""
-    _scan(torch.cumsum, outs[0], args[0], axis, 0 if exclusive else None)
+    _scan(VF.cumsum, outs[0], args[0], axis, 0 if exclusive else None)
 
 
 @out_kernel("cumprod")
 def _cumprod(outs: Tensors, args: Tensors, axis: int, exclusive: bool) -> None:
     """Cumulative products along an axis, in the out's type; ``exclusive``: without the element itself."""
-    _scan(torch.cumprod, outs[0], args[0], axis, 1 if exclusive else None)
+    _scan(VF.cumprod, outs[0], args[0], axis, 1 if exclusive else None)
 
 
 def _scan(
@@ -180,31 +180,31 @@ def _scan(
 @out_kernel("gather")
 def _gather(outs: Tensors, args: Tensors, axis: int) -> None:
     """``args = (x, index)``, int64: ``out[i][j] = x[index[i][j]][j]`` for axis 0, and so on."""
-    torch.gather(args[0], axis, args[1], out=outs[0])
+    VF.gather(args[0], axis, args[1], out=outs[0])
 
 
 @out_kernel("scatter")
 def _scatter(outs: Tensors, args: Tensors, axis: int) -> None:
     """``args = (x, index, source)``: ``x`` with elements replaced by elements of ``source``."""
-    torch.scatter(args[0], axis, args[1], args[2], out=outs[0])
+    VF.scatter(args[0], axis, args[1], args[2], out=outs[0])
 
 
 @out_kernel("scatter_add")
 def _scatter_add(outs: Tensors, args: Tensors, axis: int) -> None:
     """``args = (x, index, source)``: ``x`` with elements of ``source`` added."""
-    torch.scatter_add(args[0], axis, args[1], args[2], out=outs[0])
+    VF.scatter_add(args[0], axis, args[1], args[2], out=outs[0])
 
 
 @out_kernel("take")
 def _take(outs: Tensors, args: Tensors, axis: int) -> None:
     """``args = (x, index)``, index 1-D, int32 or int64. torch's ``IndexError`` for an index outside of the tensor."""
-    torch.index_select(args[0], axis, args[1], out=outs[0])
+    VF.index_select(args[0], axis, args[1], out=outs[0])
 
 
 @out_kernel("mm")
 def _mm(outs: Tensors, args: Tensors) -> None:
     """A matrix product."""
-    torch.mm(args[0], args[1], out=outs[0])
+    VF.mm(args[0], args[1], out=outs[0])
 
 
 _ZEROS: dict[tuple[torch.device, int], torch.Tensor] = SESSION.cache("programs", {})
@@ -227,43 +227,43 @@ def _mm_lt(outs: Tensors, args: Tensors) -> None:
     key = device, 1 << (count - 1).bit_length()
     if key not in _ZEROS:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            torch.mm(args[0], args[1], out=outs[0])
+            VF.mm(args[0], args[1], out=outs[0])
             return
-        _ZEROS[key] = torch.zeros(key[1], device=device)
-    torch.addmm(_ZEROS[key][:count], args[0], args[1], out=outs[0])
+        _ZEROS[key] = VF.zeros(key[1], device=device)
+    VF.addmm(_ZEROS[key][:count], args[0], args[1], out=outs[0])
 
 
 @out_kernel("mm_biased")
 def _mm_biased(outs: Tensors, args: Tensors) -> None:
     """A matrix product plus a row vector, added before rounding."""
-    torch.addmm(args[0], args[1], args[2], out=outs[0])
+    VF.addmm(args[0], args[1], args[2], out=outs[0])
 
 
 @out_kernel("mm_wide")
 def _mm_wide(outs: Tensors, args: Tensors) -> None:
     """A matrix product of half-precision operands with a float32 result, on a GPU."""
-    torch.mm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
+    VF.mm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
 
 
 @out_kernel("bmm")
 def _bmm(outs: Tensors, args: Tensors) -> None:
     """A batched matrix product."""
-    torch.bmm(args[0], args[1], out=outs[0])
+    VF.bmm(args[0], args[1], out=outs[0])
 
 
 @out_kernel("bmm_wide")
 def _bmm_wide(outs: Tensors, args: Tensors) -> None:
     """A batched product of half-precision operands with a float32 result; off a GPU the operands are cast first."""
     if args[0].is_cuda:
-        torch.bmm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
+        VF.bmm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
     else:
-        torch.bmm(args[0].to(outs[0].dtype), args[1].to(outs[0].dtype), out=outs[0])
+        VF.bmm(args[0].to(outs[0].dtype), args[1].to(outs[0].dtype), out=outs[0])
 
 
 @out_kernel("mm_swapped")
 def _mm_swapped(outs: Tensors, args: Tensors) -> None:
     """A matrix product computed as the transposed product of the transposes, which BLAS tiles differently."""
-    outs[0].copy_(torch.mm(args[1].t(), args[0].t()).t())
+    outs[0].copy_(VF.mm(args[1].t(), args[0].t()).t())
 
 
 @out_kernel("linear")
@@ -279,4 +279,4 @@ def _packed(outs: Tensors, args: Tensors, rows: int) -> None:
     if args[1].ndim == 1:
         multiply_packed(args[0], args[1], outs[0])
     else:
-        torch.mm(args[0], args[1], out=outs[0])
+        VF.mm(args[0], args[1], out=outs[0])

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bridge.base.torch_cuda import settings_of_layers
-from bridge.base.torch_internals import aten
+from bridge.base.torch_internals import VF, aten
 from bridge.library.registry import library_function
 
 __all__ = ["CELLS", "FUSED_TYPES", "RecurrentCell", "Weights", "backward", "forward"]
@@ -51,12 +51,12 @@ class RecurrentCell(NamedTuple):
 
 
 def _of_input(x: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, weights.of_input, bias)
+    return aten.linear(x, weights.of_input, bias)
 
 
 def _before(y: Tensor, first: Tensor, order: Sequence[int]) -> Tensor:
     """The state before each step, from the states after each step."""
-    return torch.cat([y[1:], first[None]] if order[0] else [first[None], y[:-1]])
+    return VF.cat([y[1:], first[None]] if order[0] else [first[None], y[:-1]])
 
 
 def _lstm(x: Tensor, weights: Weights, states: list[Tensor], order: Sequence[int]):
@@ -75,11 +75,11 @@ def _lstm(x: Tensor, weights: Weights, states: list[Tensor], order: Sequence[int
         i_and_f[t].sigmoid_()
         g[t].tanh_()
         o[t].sigmoid_()
-        c = torch.mul(f[t], c, out=every_c[t]).addcmul_(i[t], g[t])
+        c = VF.mul(f[t], c, out=every_c[t]).addcmul_(i[t], g[t])
         if weights.projection is None:
-            h = torch.mul(o[t], c.tanh(), out=every_h[t])
+            h = VF.mul(o[t], c.tanh(), out=every_h[t])
         else:
-            h = torch.mm(o[t] * c.tanh(), weights.projection.t(), out=every_h[t])
+            h = VF.mm(o[t] * c.tanh(), weights.projection.t(), out=every_h[t])
     return y, [h, c], [gates, cells]
 
 
@@ -91,11 +91,11 @@ def _lstm_backward(y, weights, states, saved, dy, d_states, order):
     to_c = o * (1 - tanh * tanh)
     before = _before(cells, states[1], order)
     to_o = tanh * o * (1 - o)
-    to_ifg = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g * g)], 2)
-    d_gates = torch.empty_like(gates)
+    to_ifg = VF.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g * g)], 2)
+    d_gates = VF.empty_like(gates)
     split = d_gates.view(*d_gates.shape[:2], 4, size)
     d_ifg, d_o, flat = split[:, :, :3].unbind(0), split[:, :, 3].unbind(0), d_gates.unbind(0)
-    projected = None if weights.projection is None else torch.empty_like(dy)
+    projected = None if weights.projection is None else VF.empty_like(dy)
     dh, dc = d_states
     to_c, to_o, to_ifg, f, dy = (each.unbind(0) for each in (to_c, to_o, to_ifg, f, dy))
     for t in reversed(order):
@@ -103,9 +103,9 @@ def _lstm_backward(y, weights, states, saved, dy, d_states, order):
         if projected is not None:
             projected[t] = dh
             dh = dh @ weights.projection
-        torch.mul(to_o[t], dh, out=d_o[t])
-        dc = torch.addcmul(dc, to_c[t], dh)
-        torch.mul(to_ifg[t], dc.unsqueeze(1), out=d_ifg[t])
+        VF.mul(to_o[t], dh, out=d_o[t])
+        dc = VF.addcmul(dc, to_c[t], dh)
+        VF.mul(to_ifg[t], dc.unsqueeze(1), out=d_ifg[t])
         dc = dc * f[t]
         dh = flat[t] @ weights.of_hidden
     d_projection = [] if projected is None else [projected.flatten(0, 1).t() @ (o * tanh).flatten(0, 1)]
@@ -124,12 +124,12 @@ def _gru(x: Tensor, weights: Weights, states: list[Tensor], order: Sequence[int]
     recurrent = weights.of_hidden.t()
     for t in order:
         if weights.hidden_bias is None:
-            torch.mm(h, recurrent, out=every[t])
+            VF.mm(h, recurrent, out=every[t])
         else:
-            torch.addmm(weights.hidden_bias, h, recurrent, out=every[t])
+            VF.addmm(weights.hidden_bias, h, recurrent, out=every[t])
         r_and_z[t].add_(hidden_r_and_z[t]).sigmoid_()
         n[t].addcmul_(r[t], hidden_n[t]).tanh_()
-        h = torch.sub(h, n[t], out=every_h[t]).mul_(z[t]).add_(n[t])
+        h = VF.sub(h, n[t], out=every_h[t]).mul_(z[t]).add_(n[t])
     return y, [h], [gates, hidden[..., 2 * size :].contiguous()]
 
 
@@ -139,7 +139,7 @@ def _gru_backward(y, weights, states, saved, dy, d_states, order):
     r, z, n = gates.split(size, 2)
     to_n = (1 - z) * (1 - n * n)
     to_z = (_before(y, states[0], order) - n) * z * (1 - z)
-    factors = torch.stack([to_n * hidden_n * r * (1 - r), to_z, to_n * r, to_n], 2).unbind(0)
+    factors = VF.stack([to_n * hidden_n * r * (1 - r), to_z, to_n * r, to_n], 2).unbind(0)
     split = y.new_empty(*y.shape[:2], 4, size)  # r, z, the hidden part of n, the input's part of n
     d_gates_h = split.view(*y.shape[:2], 4 * size)[..., : 3 * size]
     every, flat = split.unbind(0), d_gates_h.unbind(0)
@@ -147,9 +147,9 @@ def _gru_backward(y, weights, states, saved, dy, d_states, order):
     z, dy = z.unbind(0), dy.unbind(0)
     for t in reversed(order):
         dh = dh + dy[t]
-        torch.mul(factors[t], dh.unsqueeze(1), out=every[t])
-        dh = torch.addmm(dh * z[t], flat[t], weights.of_hidden)
-    d_gates_x = torch.cat([split[:, :, :2], split[:, :, 3:]], 2).flatten(2)
+        VF.mul(factors[t], dh.unsqueeze(1), out=every[t])
+        dh = VF.addmm(dh * z[t], flat[t], weights.of_hidden)
+    d_gates_x = VF.cat([split[:, :, :2], split[:, :, 3:]], 2).flatten(2)
     return d_gates_x, d_gates_h, [dh], []
 
 
@@ -182,8 +182,8 @@ def _plain_backward(derivative: Callable[[Tensor], Tensor]):
 CELLS = {
     "lstm": RecurrentCell(_lstm, _lstm_backward, 2),
     "gru": RecurrentCell(_gru, _gru_backward, 1),
-    "rnn_tanh": RecurrentCell(_plain(torch.tanh_), _plain_backward(lambda y: 1 - y * y), 1),
-    "rnn_relu": RecurrentCell(_plain(torch.relu_), _plain_backward(lambda y: (y <= 0).logical_not().to(y.dtype)), 1),
+    "rnn_tanh": RecurrentCell(_plain(VF.tanh_), _plain_backward(lambda y: 1 - y * y), 1),
+    "rnn_relu": RecurrentCell(_plain(VF.relu_), _plain_backward(lambda y: (y <= 0).logical_not().to(y.dtype)), 1),
 }
 """By the names of torch's operators for whole layers."""
 
@@ -225,7 +225,7 @@ def backward(
     return (flat_x @ weights.of_input).view_as(x), d_weights, d_first
 
 
-_LAYERS = {"rnn_relu": torch.rnn_relu, "rnn_tanh": torch.rnn_tanh, "lstm": torch.lstm, "gru": torch.gru}
+_LAYERS = {"rnn_relu": VF.rnn_relu, "rnn_tanh": VF.rnn_tanh, "lstm": VF.lstm, "gru": VF.gru}
 
 _Options = TypeVar("_Options")
 
@@ -326,7 +326,7 @@ def _places(
     layers: _Layers, inputs: int, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[int, tuple[int, ...]]:
     """The number of elements of cuDNN's buffer, and the offset of each weight in it, as cuDNN places them."""
-    weights = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    weights = [VF.zeros(shape, dtype=dtype, device=device) for shape in shapes]
     mode, size, *_ = layers.settings(shapes[1][1])
     options = [inputs, mode, size, 0, layers.layers, False, layers.both_ways]
     with torch.no_grad():

@@ -33,7 +33,7 @@ from bridge.base.devices import HOST
 from bridge.base.generators import at_state, default_generator, on_side_states
 from bridge.base.log import channel
 from bridge.base.tensor_properties import span_of
-from bridge.base.torch_internals import aten
+from bridge.base.torch_internals import VF, aten
 from bridge.capture import Draw
 from bridge.compile import IN_A_ROW, Compilation, CompileOptions, DrawnMask, Gpu, backend_for, gpu_of
 
@@ -69,12 +69,12 @@ class FusedDropout:
         if generator is not None:
             self._move(generator)
             return []
-        return [torch.native_dropout(self._like_operand(inputs), self._rate, True)[1]]
+        return [VF.native_dropout(self._like_operand(inputs), self._rate, True)[1]]
 
     def _move(self, generator: torch.Generator) -> None:
         draw = self._draw
         if draw.device == HOST:
-            torch.empty(draw.shape, dtype=torch.bool).bernoulli_(1 - self._rate, generator=generator)
+            VF.empty(draw.shape, dtype=torch.bool).bernoulli_(1 - self._rate, generator=generator)
         else:
             generator.set_offset(generator.get_offset() + gpu_of(draw.device).advance(self._count))
 
@@ -84,7 +84,7 @@ class FusedDropout:
         first, beside = divmod(address % _ALIGNED, operand.dtype.itemsize)
         if beside:
             raise RuntimeError(f"a dropout's tensor lies at {address}, which is no address of {operand.dtype}")
-        memory = torch.empty(first + self._span, dtype=operand.dtype, device=draw.device)
+        memory = VF.empty(first + self._span, dtype=operand.dtype, device=draw.device)
         return memory.as_strided(draw.shape, operand.stride, first)
 
 
@@ -102,7 +102,7 @@ class FusedSteps:
     def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See :meth:`FusedDropout.draw`; the steps' masks in order."""
         masks = [mask.reshape(-1) for each in self._dropouts for mask in each.draw(generator, inputs)]
-        return [torch.cat(masks).reshape(self._shape)] if masks else []
+        return [VF.cat(masks).reshape(self._shape)] if masks else []
 
 
 _UNIT = 8
@@ -112,8 +112,8 @@ _UNIT = 8
 def mask_of_attention(shape: Sequence[int], rate: float, device: torch.device) -> torch.Tensor:
     """The efficient kernel's mask for weights of (batch, head, row, column); advances the default generator."""
     batch, heads, rows, columns = shape
-    query, key = (torch.zeros(batch, heads, each, _UNIT, device=device) for each in (rows, columns))
-    value = torch.eye(columns, -(-columns // _UNIT) * _UNIT, device=device).expand(batch, heads, -1, -1)
+    query, key = (VF.zeros(batch, heads, each, _UNIT, device=device) for each in (rows, columns))
+    value = VF.eye(columns, -(-columns // _UNIT) * _UNIT, device=device).expand(batch, heads, -1, -1)
     kernel = aten._scaled_dot_product_efficient_attention
     return kernel(query, key, value, None, False, rate, False, scale=1.0)[0][..., :columns] > 0
 
@@ -265,8 +265,8 @@ def _draws_alike(device: torch.device, gpu: Gpu) -> bool:
         for (dtype, _, first), count in zip(_CASES, counts, strict=True):
             offset = generator.get_offset()
             states.append((_SEED, offset))
-            dropped = torch.empty(count + first, dtype=dtype, device=device)[first:]
-            masks.append(torch.native_dropout(dropped, _RATE, True)[1])
+            dropped = VF.empty(count + first, dtype=dtype, device=device)[first:]
+            masks.append(VF.native_dropout(dropped, _RATE, True)[1])
             if generator.get_offset() != offset + gpu.advance(count):
                 return False
         for shape in _ATTENTIONS:
@@ -278,10 +278,10 @@ def _draws_alike(device: torch.device, gpu: Gpu) -> bool:
     compilation = _BEGUN.get(device) or _compilation(device)
     program = compilation.finish()
     _BEGUN[device] = None
-    given = torch.tensor(states, dtype=torch.uint64)
+    given = VF.tensor(states, dtype=torch.uint64)
     made = [mask.logical_not() for mask in program(list(given.unbind()))]
     compilation.keep()
-    return all(map(torch.equal, made, masks))
+    return all(map(VF.equal, made, masks))
 
 
 def _side(device: torch.device) -> torch.Generator:

@@ -31,6 +31,7 @@ import torch
 from autodiff.lazy import cached_property
 from bridge.base.devices import HOST
 from bridge.base.log import channel
+from bridge.base.torch_internals import VF
 from bridge.compile import DEGREE, PER_BLOCK, Built, bernoulli_function, host_backend
 from bridge.rng.engine import LOCK, EngineOffsets, functions, layout_for
 
@@ -244,7 +245,7 @@ class Mask:
 
     def empty(self) -> torch.Tensor:
         """A bool tensor to draw into."""
-        return torch.empty_strided(self.shape, self.stride, dtype=torch.bool, device=HOST)
+        return VF.empty_strided(self.shape, self.stride, dtype=torch.bool, device=HOST)
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ class MaskRun:
         generators = [torch.Generator().manual_seed(_SEED) for _ in range(2)]
         made = [[mask.empty() for mask in self._masks] for _ in range(2)]
         filled = map(self._kernels.fill, generators, made, (tables, serial))
-        if all(filled) and all(map(torch.equal, *made)) and _equal_states(*generators):
+        if all(filled) and all(map(VF.equal, *made)) and _equal_states(*generators):
             return tables
         log.warning("masks drawn on %d threads are not those drawn on one; one draws them", tables.count)
         return serial
@@ -320,7 +321,7 @@ def draw_by_torch(mask: Mask, generator: torch.Generator | None = None) -> torch
     """The mask drawn by PyTorch, in eager's dtype where that decides the bits; bool."""
     if _same_bits(mask.dtype):
         return mask.empty().bernoulli_(mask.probability, generator=generator)
-    drawn = torch.empty_strided(mask.shape, mask.stride, dtype=mask.dtype, device=HOST)
+    drawn = VF.empty_strided(mask.shape, mask.stride, dtype=mask.dtype, device=HOST)
     return drawn.bernoulli_(mask.probability, generator=generator).to(torch.bool)
 
 
@@ -329,8 +330,8 @@ def _same_bits(dtype: torch.dtype) -> bool:
     """Whether PyTorch's Bernoulli numbers in this dtype equal its numbers in bytes."""
     generators = [torch.Generator().manual_seed(_SEED) for _ in range(2)]
     pairs = zip((torch.bool, dtype), generators, strict=True)
-    ours, theirs = (torch.empty(1000, dtype=kind).bernoulli_(0.7, generator=g).to(torch.bool) for kind, g in pairs)
-    return torch.equal(ours, theirs) and _equal_states(*generators)
+    ours, theirs = (VF.empty(1000, dtype=kind).bernoulli_(0.7, generator=g).to(torch.bool) for kind, g in pairs)
+    return VF.equal(ours, theirs) and _equal_states(*generators)
 
 
 def compiled() -> Kernels | None:
@@ -367,21 +368,21 @@ def _draws_as_torch(kernels: Kernels) -> bool:
     for used in (0, 1, 622):
         ours, theirs = (torch.Generator().manual_seed(_SEED + used) for _ in range(2))
         for generator in (ours, theirs):
-            torch.rand(used, generator=generator)  # one output per element
-            torch.randn(used, generator=generator)
-            torch.randn(used % 2, dtype=torch.float64, generator=generator)
+            VF.rand(used, generator=generator)  # one output per element
+            VF.randn(used, generator=generator)
+            VF.randn(used % 2, dtype=torch.float64, generator=generator)
         if not _equal_states(ours, theirs):
             return False
         for count, probability in _CHECKS:
             mask = Mask((count,), (1,), probability)
-            expected = torch.empty(count, dtype=torch.bool).bernoulli_(probability, generator=theirs)
+            expected = VF.empty(count, dtype=torch.bool).bernoulli_(probability, generator=theirs)
             made = mask.empty()
             if not kernels.fill(ours, [made], stream([(mask.count, mask.threshold)], 1)):
                 return False
-            if not torch.equal(made, expected) or not _equal_states(ours, theirs):
+            if not VF.equal(made, expected) or not _equal_states(ours, theirs):
                 return False
     return True
 
 
 def _equal_states(ours: torch.Generator, theirs: torch.Generator) -> bool:
-    return torch.equal(ours.get_state(), theirs.get_state())
+    return VF.equal(ours.get_state(), theirs.get_state())

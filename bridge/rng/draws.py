@@ -18,7 +18,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import RUN, GuardFailure, Unsupported, UnsupportedModule
 from bridge.base.generators import default_generator, generator_device
 from bridge.base.tensor_properties import as_parts
-from bridge.base.torch_internals import no_torch_function, schema
+from bridge.base.torch_internals import VF, no_torch_function, schema
 from bridge.capture import Draw, StepMasks, with_generator
 from bridge.rng import cpu as mt19937
 from bridge.rng.computed import NATIVE_DROPOUT, AttentionMask, FusedDropout, FusedSteps
@@ -45,7 +45,7 @@ def undo_draws(
     after, generator = twin.get_state(), default_generator(device)
     if device == HOST:
         swap_state(after, before)
-    elif torch.equal(generator.get_state(), after):
+    elif VF.equal(generator.get_state(), after):
         generator.set_state(before)
 
 
@@ -200,7 +200,7 @@ def _by_torch(
 ) -> list[torch.Tensor]:
     if dtype is torch.bool:
         return [mt19937.draw_by_torch(mask, generator)]
-    drawn = torch.empty_strided(mask.shape, mask.stride, dtype=dtype)
+    drawn = VF.empty_strided(mask.shape, mask.stride, dtype=dtype)
     return [drawn.bernoulli_(mask.probability, generator=generator)]
 
 
@@ -229,7 +229,7 @@ def _value(
         operator, kwargs["generator"] = with_generator(operator), generator
     if not takes_tensor:
         return [as_parts(operator(*draw.args, **kwargs))]
-    filled = torch.empty_strided(draw.shape, draw.stride, dtype=draw.dtype, device=draw.device)
+    filled = VF.empty_strided(draw.shape, draw.stride, dtype=draw.dtype, device=draw.device)
     return [as_parts(operator(filled, *draw.args, **kwargs))]
 
 

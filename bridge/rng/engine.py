@@ -28,6 +28,7 @@ import torch
 from bridge.base.generators import MOVING, default_generator
 from bridge.base.log import channel
 from bridge.base.threads import free_in_children
+from bridge.base.torch_internals import VF
 from bridge.capture import Draw
 from bridge.compile import (
     DOUBLE,
@@ -78,13 +79,13 @@ def find_layout() -> EngineOffsets | None:
     found = set()
     for used in (0, 1, 623, 1000):  # outputs: a fresh block, the middle of one, an exhausted one
         generator = torch.Generator().manual_seed(1 + used)
-        torch.rand(used, generator=generator)
+        VF.rand(used, generator=generator)
         state = generator.get_state()
         if state.numel() != _STATE_BYTES:
             return None
         has_double, has_float = used == 1, used == 623
         words = state.view(torch.int64)
-        words[[628, 630, 631]] = torch.tensor([0x123456789ABCDEF, has_double, has_float << 32 | 0x3F812345])
+        words[[628, 630, 631]] = VF.tensor([0x123456789ABCDEF, has_double, has_float << 32 | 0x3F812345])
         generator.set_state(state)
         start = ctypes.c_uint64.from_address(id(generator) + _HANDLE).value
         memory = _read(start, _FARTHEST + 4 * STATE_WORDS)
@@ -149,7 +150,7 @@ def is_the_lock(hold: Callable[[int, int], int], layout: EngineOffsets) -> bool:
     def draw() -> None:
         while stage.value == 0:
             os.sched_yield()
-        drawn.append(torch.rand(3, generator=ours))
+        drawn.append(VF.rand(3, generator=ours))
         stage.value = 2
 
     other = threading.Thread(target=draw, daemon=True)
@@ -160,8 +161,8 @@ def is_the_lock(hold: Callable[[int, int], int], layout: EngineOffsets) -> bool:
     finally:
         stage.value = stage.value or 2  # always lets the other thread end
     other.join()
-    wanted = [torch.rand(3, generator=twin), twin.get_state()]
-    return bool(waited and drawn) and all(map(torch.equal, [*drawn, ours.get_state()], wanted))
+    wanted = [VF.rand(3, generator=twin), twin.get_state()]
+    return bool(waited and drawn) and all(map(VF.equal, [*drawn, ours.get_state()], wanted))
 
 
 log = channel("mt19937")
@@ -198,7 +199,7 @@ def swap_state(before: torch.Tensor, after: torch.Tensor) -> bool:
     layout, generator = layout_for(functions()[1]), torch.default_generator
     if layout is not None and (swap := _checked(layout)) is not None:
         return _swap(swap, layout, generator, before, after)
-    if not torch.equal(generator.get_state(), before):
+    if not VF.equal(generator.get_state(), before):
         return False
     generator.set_state(after)
     return True
@@ -227,16 +228,16 @@ def _works(swap: Built, layout: EngineOffsets) -> bool:
     states = []
     for used, double, single in ((0, 0, 0), (1, 0, 0), (1, 5, 0), (1, 6, 0), (1, 0, 5), (1, 0, 6), (1, 5, 5)):
         generator = torch.Generator().manual_seed(3)
-        torch.rand(used, generator=generator)
+        VF.rand(used, generator=generator)
         state = generator.get_state()
         # the cached normal numbers: a float64 and its flag, a float32 and its flag
-        state.view(torch.int64)[[628, 630, 631]] = torch.tensor([double, double > 0, (single > 0) << 32 | single])
+        state.view(torch.int64)[[628, 630, 631]] = VF.tensor([double, double > 0, (single > 0) << 32 | single])
         states.append(state)
     for now, before, after in itertools.product(states, repeat=3):
         generator = torch.Generator()
         generator.set_state(now)
         swapped = _swap(swap, layout, generator, before, after)
-        if swapped is not (now is before) or not torch.equal(generator.get_state(), after if swapped else now):
+        if swapped is not (now is before) or not VF.equal(generator.get_state(), after if swapped else now):
             return False
     return True
 
@@ -272,5 +273,5 @@ class GeneratorStates:
         with MOVING:
             seed, offset = generator.initial_seed(), generator.get_offset()
             generator.set_offset(offset + self._advance_of_all)
-        states = torch.tensor([(seed, offset + before) for before in self._before], dtype=torch.uint64)
+        states = VF.tensor([(seed, offset + before) for before in self._before], dtype=torch.uint64)
         return list(states.unbind())

@@ -18,6 +18,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from bridge.base.log import channel
+from bridge.base.torch_internals import VF
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import CpuLibraries, fingerprint, kernel_source
 from bridge.compile.cpu.gemm import chain_function, gemm_function, packed_gemm_function, packing_function
@@ -288,9 +289,9 @@ def _runs(call: CallShape) -> dict[str, Callable[[], list[torch.Tensor]]]:
 def _tensor(operand: tuple[str, tuple[int, ...], tuple[int, ...]]) -> torch.Tensor:
     """Random numbers in the operand's memory layout."""
     name, extents, strides = operand
-    tensor = torch.empty_strided(extents, strides, dtype=getattr(torch, name))
+    tensor = VF.empty_strided(extents, strides, dtype=getattr(torch, name))
     generator = torch.Generator().manual_seed(0)
-    return tensor.copy_(torch.randn(extents, generator=generator))
+    return tensor.copy_(VF.randn(extents, generator=generator))
 
 
 def _is_same(name: str, run: Callable[[], list[torch.Tensor]], wanted: list[torch.Tensor]) -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import tvm
 from tvm import tirx
 from tvm.ir import IRModule, PointerType, PrimType
@@ -22,6 +21,7 @@ from tvm.target import Target
 from tvm.tirx import BufferLoad, BufferStore, Expr, PrimFunc, SeqStmt, Var
 
 from bridge.base.log import channel
+from bridge.base.torch_internals import VF
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.tir import LOOPS_ATTR, LoopScope, const, loop, loop_function, lower_loops
 from bridge.compile.cpu.gemm_tile import register_tile
@@ -153,7 +153,7 @@ def attainable_rate(target: Target) -> float:
     kernel = CpuLibraries(target).build({"multiply_add": _function(lanes)}, True)["multiply_add"]
 
     def seconds() -> float:
-        factor, sums = torch.full((lanes,), 0.5), torch.zeros(_CHAINS * lanes)
+        factor, sums = VF.full((lanes,), 0.5), VF.zeros(_CHAINS * lanes)
         addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (factor, sums)]
         return seconds_of({"multiply_add": lambda: kernel(*addresses)})["multiply_add"]
 

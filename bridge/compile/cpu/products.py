@@ -26,7 +26,7 @@ from tvm.target import Target
 
 from autodiff.extents import Dim, maximum, minimum
 from bridge.base.mkl import can_pack, packed
-from bridge.base.torch_internals import bfloat16_in_onednn, linear_pointwise
+from bridge.base.torch_internals import VF, bfloat16_in_onednn, linear_pointwise
 from bridge.compile.cpu.build import attainable_rate, fingerprint
 from bridge.compile.cpu.gemm import strip_rows
 from bridge.compile.cpu.gemm_tile import RegisterTile, register_tile
@@ -96,7 +96,7 @@ class ProductTrial:
         dtype = getattr(torch, product.element_type)
         a = _operand(product.batch, product.m, product.k, product.a, dtype)
         b = _operand(product.batch, product.k, product.n, product.b, dtype)
-        c = torch.zeros(product.batch, product.m, product.n, dtype=dtype)
+        c = VF.zeros(product.batch, product.m, product.n, dtype=dtype)
         return cls(a, b, c, (product.a.copied, product.b.copied))
 
     @property
@@ -115,7 +115,7 @@ class ProductTrial:
         if not any(self.copied):
             return partial(kernel, [c], [a, b])
         sources = [a, b]
-        dense = [torch.empty(x.shape, dtype=x.dtype) if y else x for x, y in zip(sources, self.copied, strict=True)]
+        dense = [VF.empty(x.shape, dtype=x.dtype) if y else x for x, y in zip(sources, self.copied, strict=True)]
 
         def with_copies() -> None:
             for target, source in zip(dense, sources, strict=True):
@@ -138,12 +138,12 @@ class ProductTrial:
     def packed(self, pack: Multiply, multiply: Multiply, plan: ProductPlan) -> Callable[[], None]:
         """:meth:`generated` with panels that are packed now."""
         assert plan.packing is not None
-        panels = torch.zeros(plan.packing.elements, dtype=self.b.dtype)
+        panels = VF.zeros(plan.packing.elements, dtype=self.b.dtype)
         self._launch(pack, plan, self.b, panels)()
         return self._launch(multiply, plan, self.a, panels, self.c)
 
     def _launch(self, kernel: Multiply, plan: ProductPlan, *tensors: torch.Tensor) -> Callable[[], None]:
-        descriptor = torch.tensor(plan.descriptor(), dtype=torch.int64)
+        descriptor = VF.tensor(plan.descriptor(), dtype=torch.int64)
         addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tensors, descriptor)]
 
         def run(_alive: object = (self, tensors, descriptor)) -> None:
@@ -159,12 +159,12 @@ def _unit(matrices: torch.Tensor) -> str:
 def _operand(batch: int, rows: int, columns: int, layout: LayoutClass, dtype: torch.dtype) -> torch.Tensor:
     """``[batch, rows, columns]`` of ones in the class's layout; a ``copied`` operand is laid out as attention heads."""
     if layout.unit == "none":
-        return torch.ones(batch, rows, 2 * columns, dtype=dtype)[:, :, ::2]
+        return VF.ones(batch, rows, 2 * columns, dtype=dtype)[:, :, ::2]
     if layout.unit == "column":
         return _operand(batch, columns, rows, LayoutClass("row", layout.copied), dtype).mT
     if layout.copied:
-        return torch.ones(rows, batch, columns, dtype=dtype).transpose(0, 1)
-    return torch.ones(batch, rows, columns, dtype=dtype)
+        return VF.ones(rows, batch, columns, dtype=dtype).transpose(0, 1)
+    return VF.ones(batch, rows, columns, dtype=dtype)
 
 
 _SMALL, _SMALLEST = 2**15, 2**9

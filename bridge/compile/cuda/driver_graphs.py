@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from bridge.base.torch_internals import VF
 from bridge.compile.cuda.nvrtc import compiled
 
 __all__ = ["MOST", "MOST_NUMBERS", "NUMBERS", "THREADS", "VECTOR", "Copies", "DriverError", "ExecutableGraph", "Fill"]
@@ -423,7 +424,7 @@ def _take_pending_errors() -> None:
     """Clears an error that a failed capture left in CUDA's runtime, which would surface at the next call."""
     for _ in range(2):
         try:
-            torch.empty(1, device="cuda").zero_()
+            VF.empty(1, device="cuda").zero_()
         except RuntimeError:
             continue
         return

@@ -31,6 +31,7 @@ from bridge.base.session import SESSION
 from bridge.base.tensor_properties import span_of
 from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
+from bridge.base.torch_internals import VF
 from bridge.compile.cuda.copies import bring
 from bridge.compile.runtime.executor import Actions, Executor
 from bridge.compile.runtime.instructions import Launch
@@ -123,7 +124,7 @@ class CudaExecutor(Executor):
     def _bring_states(self, registers: list) -> None:
         """Copies generators' states to the device, for this run's kernels."""
         if self._brought:
-            memory = torch.empty(len(self._brought), 2, dtype=torch.uint64, device=self._device)
+            memory = VF.empty(len(self._brought), 2, dtype=torch.uint64, device=self._device)
             there = dict(zip(self._brought, memory.unbind(), strict=True))
             bring([(state, registers[slot]) for slot, state in there.items()])
             for slot, state in there.items():

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from bridge.base.tensor_properties import span_of
+from bridge.base.torch_internals import VF
 from bridge.compile.cuda.copies import bring, copy
 from bridge.compile.cuda.driver_graphs import MOST_NUMBERS
 from bridge.compile.cuda.executor import ALIGNMENT, CudaExecutor, SecondStream
@@ -169,7 +170,7 @@ class _Between:
 
 def _ones(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of ones with the same layout, valid as any operator's argument."""
-    memory = torch.ones(span_of(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)
+    memory = VF.ones(span_of(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
@@ -277,7 +278,7 @@ class PiecewiseExecutor(CudaExecutor):
     @torch.inference_mode(False)  # it serves runs of any mode
     def _state(self) -> torch.Tensor:
         """Memory for a generator's state on the device."""
-        return torch.empty(2, dtype=torch.uint64, device=self._device)
+        return VF.empty(2, dtype=torch.uint64, device=self._device)
 
     def _bring(self, given: Sequence[torch.Tensor]) -> None:
         """Copies a call's states to the device."""

@@ -28,6 +28,7 @@ from torch import nn
 
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.pytrees import picker
+from bridge.base.torch_internals import VF
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.instructions import MakeView
 from bridge.compile.runtime.layout import Strided
@@ -314,7 +315,7 @@ def _dense_in_its_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dense strides in the tensor's own order of axes."""
     if tensor.is_contiguous():
         return dense_strides(tensor.shape)
-    return torch.empty_like(tensor, device="meta").stride()
+    return VF.empty_like(tensor, device="meta").stride()
 
 
 def _constant(tensor: torch.Tensor) -> Callable[[Sequence, Sequence], torch.Tensor]:

@@ -30,6 +30,7 @@ from dataclasses import replace
 import torch
 
 from autodiff.extents import Extent, same, sample_of
+from bridge.base.torch_internals import VF
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir import views
@@ -156,7 +157,7 @@ def count_where_read(graph: Graph, rules: Rules) -> Graph:
 def _counts(constant: torch.Tensor | Positions) -> bool:
     if isinstance(constant, Positions) or constant.dtype not in (torch.int32, torch.int64) or constant.ndim != 1:
         return False
-    return torch.equal(constant, torch.arange(len(constant), dtype=constant.dtype, device=constant.device))
+    return VF.equal(constant, VF.arange(len(constant), dtype=constant.dtype, device=constant.device))
 
 
 def _cast_at_readers(

@@ -25,7 +25,7 @@ from autodiff.lazy import cached_property
 from bridge.base.devices import HOST
 from bridge.base.mkl import can_pack, packed
 from bridge.base.pytrees import picker
-from bridge.base.torch_internals import empty_strided
+from bridge.base.torch_internals import VF, empty_strided
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
 from bridge.compile.runtime.layout import ARENAS, ArenaPool, InputForms, PoolBlock, PoolUser
@@ -162,7 +162,7 @@ def _run_at_addresses(
 
 def _array(scalars: tuple[int, ...], arrays: Arrays) -> tuple[torch.Tensor, ctypes.c_void_p]:
     if scalars not in arrays:
-        tensor = torch.tensor(scalars, dtype=torch.int64, device=HOST)
+        tensor = VF.tensor(scalars, dtype=torch.int64, device=HOST)
         arrays[scalars] = tensor, ctypes.c_void_p(tensor.data_ptr())
     return arrays[scalars]
 
@@ -366,7 +366,7 @@ def _in_panels(
     functions, sources = {step.name: program.code[step.name].function for step in packs}, set()
     for step in packs:
         register = wanted[step.writes[0]]
-        constants[register.slot] = torch.zeros(register.shape, dtype=register.torch_dtype)
+        constants[register.slot] = VF.zeros(register.shape, dtype=register.torch_dtype)
         bind(step, functions, {})(constants)
         sources.update(step.reads)
     left = [step for step in steps if step not in packs]

@@ -17,6 +17,7 @@ import torch
 
 from autodiff.extents import Extent, ExtentScope
 from bridge.base.devices import HOST
+from bridge.base.torch_internals import VF
 from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.instructions import StepContents
 from bridge.compile.runtime.layout import ALIGNMENT, RegisterLayout
@@ -88,7 +89,7 @@ class Instances:
         )
         constants = tuple(
             [
-                (slot, torch.arange(each.start, each.stop, each.step, dtype=getattr(torch, each.dtype), device=HOST))
+                (slot, VF.arange(each.start, each.stop, each.step, dtype=getattr(torch, each.dtype), device=HOST))
                 for slot, each in positions
             ]
         )

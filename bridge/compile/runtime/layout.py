@@ -28,6 +28,7 @@ from autodiff.library import GENERATOR_STATE
 from bridge.base.devices import HOST
 from bridge.base.session import SESSION
 from bridge.base.tensor_properties import TensorChecks, is_nested, tensor_checks
+from bridge.base.torch_internals import VF
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.views import dense, dense_strides, inverse, permute
 from bridge.compile.runtime.instructions import MakeView
@@ -176,7 +177,7 @@ class RegisterLayout:
                 whole = len(memory) - len(memory) % itemsize(placed.dtype)
                 typed[placed.dtype] = memory[:whole].view(placed.torch_dtype)
             if placed.numel == 0:
-                registers[placed.slot] = torch.empty(placed.shape, dtype=placed.torch_dtype, device=memory.device)
+                registers[placed.slot] = VF.empty(placed.shape, dtype=placed.torch_dtype, device=memory.device)
             else:
                 base = typed[placed.dtype]
                 first = base.storage_offset() + placed.offset // itemsize(placed.dtype)
@@ -193,7 +194,7 @@ class PoolBlock:
     __slots__ = ("__weakref__", "bound", "memory", "size")
 
     def __init__(self, size: int, device: torch.device = HOST):
-        raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
+        raw = VF.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
         begin = -raw.data_ptr() % ALIGNMENT
         self.memory = raw[begin : begin + size]
         self.size = size

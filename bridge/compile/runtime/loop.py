@@ -23,6 +23,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bridge.base.devices import HOST
+from bridge.base.torch_internals import VF
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.instructions import Launch, MakeView
 from bridge.compile.runtime.layout import ALIGNMENT, Register, RegisterLayout
@@ -144,7 +145,7 @@ class _LoopAction:
         for slot, tensor in zip(self._carried, given, strict=False):
             body[slot] = tensor
         for register in self._unplaced:
-            body[register.slot] = torch.empty(register.shape, dtype=register.torch_dtype, device=scratch.device)
+            body[register.slot] = VF.empty(register.shape, dtype=register.torch_dtype, device=scratch.device)
         stacks = [_apart(out) for out in outs[carries:]]
         wholes = {slot: _filled_apart(given[carries + x]) for x, slot in self._parts}
         wholes |= {each.slot: _shaped(stacks[y], each.shape) for y, each in self._written}
@@ -348,5 +349,5 @@ def _memory_of(slot: int, loop: RunLoop) -> int:
 
 def _tensor(register: Register, memory: torch.Tensor, begin: int) -> torch.Tensor:
     if not register.numel:
-        return torch.empty(register.shape, dtype=register.torch_dtype, device=memory.device)
+        return VF.empty(register.shape, dtype=register.torch_dtype, device=memory.device)
     return memory[begin : begin + register.nbytes].view(register.torch_dtype).view(register.shape)

@@ -13,6 +13,7 @@ from autodiff.extents import Composite, Extent, ExtentScope, ScopeState, SizeGua
 from autodiff.lazy import cached_property
 from bridge.artifact import to_text, written, written_as
 from bridge.base.lru import LeastRecentlyUsed
+from bridge.base.torch_internals import VF
 from bridge.compile.backend import Backend, Built
 from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.instance import Instances
@@ -259,7 +260,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the bits are equal, NaN included."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return VF.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 written(CallLibrary, Launch, MakeView, Operation, Positions, Register, RegisterLayout, RunLoop, StepContents)

@@ -12,6 +12,7 @@ import torch
 from autodiff.extents import Dim, Extent, same
 from autodiff.ir import Call, dtype, shape
 from bridge.base.devices import HOST
+from bridge.base.torch_internals import VF
 from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Operand, Scalar
@@ -289,7 +290,7 @@ def _one_hot(builder: Builder, call: Call) -> Operand:
     rank = len(indices.shape) + 1
     axis = int(call.attrs.axis) % rank
     spread = builder.reshape(indices, (*indices.shape[:axis], 1, *indices.shape[axis:]))
-    classes = torch.arange(int(call.attrs.depth), dtype=getattr(torch, indices.dtype), device=HOST)
+    classes = VF.arange(int(call.attrs.depth), dtype=getattr(torch, indices.dtype), device=HOST)
     classes = builder.reshape(builder.constant(classes), (len(classes),) + (1,) * (rank - 1 - axis))
     hit = builder.pointwise("equal", [spread, classes], "bool")
     return builder.pointwise("where", [hit, on, off], dtype(call))

@@ -11,6 +11,7 @@ from tvm.tirx import FloatImm, IntImm
 from autodiff.extents import Dim, Extent, from_tir, same
 from autodiff.ir import Constant, Expr, ShapeExpr, Tuple, Var, dtype, shape
 from bridge.base.devices import HOST
+from bridge.base.torch_internals import VF
 from bridge.compile.codegen.pointwise import compute_type, identity
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
@@ -122,7 +123,7 @@ class Builder:
     ) -> Operand:
         """A constant: ``count`` numbers from ``start`` to ``stop`` by ``step``."""
         if not any(isinstance(number, Extent) for number in (start, stop, step)):
-            return self.constant(torch.arange(start, stop, step, dtype=getattr(torch, element_type), device=HOST))
+            return self.constant(VF.arange(start, stop, step, dtype=getattr(torch, element_type), device=HOST))
         value = Value(f"const{len(self.constants)}", (count,), element_type, "constant")
         self.constants[value] = Positions(start, stop, step, element_type)
         return whole(value)
@@ -146,7 +147,7 @@ class Builder:
         if operand.dtype == element_type:
             return operand
         if isinstance(operand, Scalar) and not isinstance(operand.number, Extent):
-            number = torch.tensor(operand.number, dtype=getattr(torch, operand.dtype), device=HOST)
+            number = VF.tensor(operand.number, dtype=getattr(torch, operand.dtype), device=HOST)
             cast = number.to(getattr(torch, element_type))
             return Scalar(cast.item(), element_type, operand.shape)
         return self.pointwise("astype", [operand], element_type)

@@ -21,7 +21,7 @@ from torch import fx, nn
 from bridge.base.errors import MODULE, GuardFailure
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.tensor_properties import PROPERTIES, Property, TensorChecks, is_nested, tensor_checks
-from bridge.base.torch_internals import OpOverload
+from bridge.base.torch_internals import VF, OpOverload
 from bridge.capture import Captured
 from bridge.dispatch.guards.condition import CheckSource, differs
 from bridge.dispatch.guards.sizes import ArgumentSizes
@@ -238,7 +238,7 @@ class FrozenTensors:
 
     def _rewritten(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """The first place whose values changed without a version count, or ``None``."""
-        others = (place for place, then in self._numbers.items() if not torch.equal(tensors[place], then))
+        others = (place for place, then in self._numbers.items() if not VF.equal(tensors[place], then))
         return next(others, None)
 
 

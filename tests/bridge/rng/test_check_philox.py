@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,7 +52,11 @@ def eager(monkeypatch):
         generator.offset += wrong.get("beyond", 0) + -(-count // 4) * 4
         return torch.from_numpy(mask).view(shape)
 
-    monkeypatch.setattr(torch, "native_dropout", native_dropout)
+    monkeypatch.setattr(
+        computed,
+        "VF",
+        SimpleNamespace(native_dropout=native_dropout, empty=torch.empty, tensor=torch.tensor, equal=torch.equal),
+    )
     monkeypatch.setattr(computed, "mask_of_attention", mask_of_attention)
     monkeypatch.setattr(computed, "default_generator", lambda device: generator)
     monkeypatch.setattr(computed, "on_side_states", aside)

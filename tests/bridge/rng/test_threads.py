@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from bridge.compile import hold_function, host_backend
 from bridge.rng import cpu as mt19937
+from bridge.rng import engine
 from bridge.rng.cpu import Mask, MaskRun
 from bridge.rng.engine import EngineOffsets, is_the_lock
 from tests import rng_stress
@@ -147,7 +149,7 @@ def test_the_other_thread_has_to_draw_rightly_afterwards(kernels, monkeypatch, w
             return drawn + 1 if wrong == "other numbers" else drawn[:0]
         return drawn
 
-    monkeypatch.setattr(torch, "rand", draw)
+    monkeypatch.setattr(engine, "VF", SimpleNamespace(rand=draw, equal=torch.equal, tensor=torch.tensor))
     assert not is_the_lock(hold.function, kernels.layout)
 
 
