@@ -1,4 +1,4 @@
-"""A BERT layer in Relax and in torch, for tests of the whole line."""
+"""A BERT layer in Relax and in torch, for tests of the whole pipeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES += ["gamma_1", "beta_1", "gamma_2", "beta_2"]
 
 
 def arguments(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Input, additive attention mask, then weights and biases, as ``NAMES`` say."""
+    """Input, additive attention mask, then weights and biases, in the order of ``NAMES``."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*extents):

@@ -80,7 +80,7 @@ class Pipeline:
         return Pipeline(instantiate(self.joint, sizes), parts, self.primals, self.outputs)
 
     def run(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Results and gradients of the joint function; the halves must give the same."""
+        """Results and gradients of the joint function; asserts that the halves' are equal."""
         draws = torch.Generator().manual_seed(5)
         masks = [torch.rand(shape(mask), generator=draws) > 0.3 for mask in self.joint.params[len(args) : self.primals]]
         primals = [*args, *masks]

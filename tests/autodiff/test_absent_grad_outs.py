@@ -59,7 +59,7 @@ def test_what_is_left_is_what_zeros_would_give(build):
 
 
 def test_infinities_do_not_meet_a_gradient_that_is_absent():
-    """As eager: of a logarithm at 0 whose result nothing is computed from, no gradient comes."""
+    """As in eager: a logarithm at 0 with an unused result passes no gradient on."""
     there, absent, x = draw(3), draw(3), torch.tensor([0.0, 1.0, math.inf], dtype=torch.float64)
     func = function(lambda s, there, absent, x: op.add(there, s.emit(op.divide(absent, x))), there, absent, x)
     assert torch.equal(evaluate(without_grad_outs(func, [1], [0]), there, x)[0], there)

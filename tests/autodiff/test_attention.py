@@ -33,7 +33,7 @@ def fused(q, k, v, mask=None, causal=False, kernel="efficient", result=0):
 
 
 def fused_on_a_cpu(q, k, v, mask=None, causal=False, dropout=0.0):
-    """The result of the CPU's kernel, which lies as the queries do."""
+    """The result of the CPU's kernel, in the queries' memory layout."""
     masks = [] if mask is None else [mask]
     result = relax.TupleType([tensor_type(q), tensor_type(q[..., 0].float())])
 

@@ -1,4 +1,4 @@
-"""The whole line on a BERT layer: spelled out, masked, differentiated, cleaned."""
+"""The whole pipeline on a BERT layer: spelled out, masked, differentiated, cleaned."""
 
 from __future__ import annotations
 

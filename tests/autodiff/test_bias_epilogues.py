@@ -64,7 +64,7 @@ class _Layers(nn.Module):
 
 
 class _Losses(_Layers):
-    """Beside the output its loss, from which alone one goes backward."""
+    """Returns the output and its loss; only the loss is differentiated."""
 
     def forward(self, x):
         y = super().forward(x)

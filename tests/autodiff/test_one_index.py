@@ -1,6 +1,6 @@
 """Gradients of a gather with one index in each row, as a loss has: a comparison in a kernel, nothing is scattered.
 
-That they are right is the business of the generated test over all rules and of torch's own samples.
+The generated test over all rules and torch's own samples check the numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_several_are_added_up():
 
 
 class Rows(torch.nn.Module):
-    """Log-softmax along an axis, of which one number is read by others, or all; cast between, as autocast on a GPU
+    """Log-softmax along an axis; one number of a row is read, or all; cast between, as autocast on a GPU
     does."""
 
     def __init__(self, all_are_read: bool, cast: torch.dtype | None = None):
@@ -69,7 +69,7 @@ class Rows(torch.nn.Module):
     ),
 )
 def test_a_loss_keeps_numbers_of_a_row(all_are_read, dtype, cast):
-    """Two to compute it again, and the one that was picked. Unless its user wants rows, its forward writes none, and
+    """Two to recompute the row, and the picked number. Unless the user wants rows, the forward writes none, and
     its backward sums none."""
     x = torch.randn(2, 7, 3, 2, requires_grad=True, dtype=dtype)
     lowered = lower(Rows(all_are_read, cast), (x, torch.randint(0, 7, (2, 3, 2))))

@@ -1,4 +1,4 @@
-"""Reverse accumulation gives the graph of TVM's ``Gradient`` pass."""
+"""Reverse accumulation: the graph equals TVM's ``Gradient`` pass's."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def of_middle_axis(scope, h, x, w):
 
 
 def other_steps_first(scope, h, x, w):
-    """The first step is another one, and so is the last."""
+    """The first and the last step differ from the others."""
     h = scope.emit(op.multiply(cell(scope, h, part(scope, x, 0), w), h))
     for index in range(1, STEPS):
         h = cell(scope, h, part(scope, x, index), w)
@@ -96,7 +96,7 @@ def inputs_products(scope, h, x, w):
 
 
 def inputs_products_and_bias(scope, h, x, w):
-    """The same with a bias, the first row of the weight."""
+    """As ``inputs_products``, with a bias, the first row of the weight."""
     bias = part(scope, w, 0)
     for index in range(STEPS):
         product = scope.emit(op.matmul(part(scope, x, index), w))

@@ -1,4 +1,4 @@
-"""Sums of products with a factor that is not summed over: made of the sum without it, where there is one."""
+"""Sums of products with a factor that is not summed over: computed from the sum without it, where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training loop beside itself: of an eager module and of a dispatched one → everything that it returns is equal."""
+"""A training step of an eager and of a dispatched module → asserts that all results are equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["beside", "double"]
 
 
 def double(seed: int, *shape: int, requires_grad: bool = False) -> torch.Tensor:
-    """Normal numbers in float64, of a generator of their own."""
+    """Normal numbers in float64, from a separate generator."""
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return made.requires_grad_(requires_grad)
 

@@ -1,4 +1,4 @@
-"""A clock of a test's own."""
+"""A fake clock for tests."""
 
 from __future__ import annotations
 

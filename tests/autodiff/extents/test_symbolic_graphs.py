@@ -120,7 +120,7 @@ def _causal(s, x):
 
 
 def _pooled(s, x, w):
-    """A convolution and a pooling of the library, whose types are said."""
+    """A convolution and a pooling of the library, with explicit types."""
     batch, _, rows, columns = shape(x)
     ones, zeros = ShapeExpr([1, 1]), ShapeExpr([0, 0])
     geometry = [ones, ShapeExpr([1, 1]), ones, zeros, relax.prim_value(0), relax.prim_value(1)]

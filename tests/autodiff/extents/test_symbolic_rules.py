@@ -31,7 +31,7 @@ APART = {"relax.variance": 1, "relax.concat": 1, "relax.strided_slice": 2, "rela
 
 
 def _place(name: str) -> tuple[Sample, int]:
-    """The first sample, and the axis of its first argument, that vary."""
+    """The first sample of a rule and an axis of its first argument that can vary."""
     for entry in SAMPLES[name]:
         for axis, extent in enumerate(entry.args[0].shape):
             if extent > 1 and not entry.compiled and axis >= AXES.get(name, 0):

@@ -145,7 +145,7 @@ class StopGradient:
 @golden(drop_gradients)
 @I.ir_module
 class DropGradients:
-    """Where nothing is differentiated, the backward of a function of the user's own is not there."""
+    """The backward of a custom autograd Function is dropped where nothing is differentiated."""
 
     @R.function(private=True)
     def before(x: R.Tensor((3,), "float32")):
@@ -174,7 +174,7 @@ class DropGradients:
 @golden(fold)
 @I.ir_module
 class FoldLayerNorm:
-    """``y`` is one function of ``x`` and ``rstd``, centred."""
+    """``y`` becomes one function of the centred ``x`` and ``rstd``."""
 
     @R.function(private=True)
     def before(x: R.Tensor((2, 3), "float32")):

@@ -1,4 +1,4 @@
-"""A cache of a test's own."""
+"""Fixture: a disk cache for one test."""
 
 from __future__ import annotations
 

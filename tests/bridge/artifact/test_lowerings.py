@@ -94,7 +94,7 @@ def test_a_later_process_captures_nothing_and_computes_the_same_bits(used_cache)
 
 
 class Asking(nn.Module):
-    """It drops in eager alone, as attention does whose mask is left out there."""
+    """Drops in eager alone, as attention that leaves out its mask there."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class Asking(nn.Module):
 
 
 class Looping(nn.Module):
-    """Steps that drop, with numbers of their own."""
+    """Steps with dropout and with numbers of each step."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ class Looping(nn.Module):
 
 
 class Reading(nn.Module):
-    """A number that its argument gives, one that a parameter does, and the size of a result."""
+    """Reads a number of the argument, one of a parameter, and the size of a result."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +178,7 @@ def test_what_the_runs_did_is_found_in_a_pack(used_cache, monkeypatch, tmp_path,
 
 
 class Branches(nn.Module):
-    """A number of an argument and one of a parameter decide."""
+    """Branches on a number of an argument and on one of a parameter."""
 
     def __init__(self, weight):
         super().__init__()
@@ -206,7 +206,7 @@ def branched(weight, first, second):
 
 
 def test_numbers_that_are_read_are_part_of_the_key(used_cache):
-    """Another number is captured anew; a lowering that is read is no more than the branch of its numbers."""
+    """Another number is captured anew; a lowering from disk serves only its own branch."""
     made = [(1.0, 2.0, -2.0), (-1.0, 2.0, -2.0), (1.0, -2.0, 2.0)]
     found = [in_children(1, partial(branched, *each))[0] for each in made + made]
     assert [captured for captured, *_ in found] == [1, 1, 1, 0, 0, 0]
@@ -294,7 +294,7 @@ def test_what_has_no_name_in_another_process_is_no_key():
 
 
 def test_records_know_every_field():
-    """A field that is new here has to be written down, or to be of the runs of the call at hand."""
+    """A new field has to be serialized, or to come from the runs of the call at hand."""
     known = {
         Captured: "module_name graph placeholders module_tensors arguments argument_leaves argument_is_tensor in_spec "
         "results mutated observation draw_of literals counters kept readings read recomputed by_draws extents "

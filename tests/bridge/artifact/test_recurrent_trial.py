@@ -1,4 +1,4 @@
-"""``nn.LSTM`` in float32 on the processor: oneDNN's kernel or a loop, as a trial of both has found."""
+"""``nn.LSTM`` in float32 on the processor: oneDNN's kernel or a loop, chosen by a trial of both."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_the_forms_of_a_trial_do_the_same(tried):
 
 
 def test_inputs_without_a_gradient_have_a_trial_of_their_own(tried):
-    """The loop saves a product of three there."""
+    """The loop saves one of three products there."""
     forms(lstm(num_layers=2), sample(grad=False))
     first, second = tried
     counts = [[len(step()) for step in functions.values()] for functions in (first, second)]
@@ -184,7 +184,7 @@ def test_a_trial_is_made_once_per_machine_and_threads(measured, monkeypatch):
 
 
 def test_what_was_lowered_for_other_threads_is_not_taken(measured):
-    """In this process and from the disk: there the other form may be the quicker one."""
+    """In this process and from the disk: the other candidate may be quicker there."""
     assert forms(lstm(), sample()) == LOOP
     threads, measured.loop = torch.get_num_threads(), 2.0
     try:

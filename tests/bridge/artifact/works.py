@@ -105,12 +105,12 @@ def mixed_rows() -> tuple[nn.Module, torch.Tensor]:
 
 
 def seconds_of(choices: Choices) -> float:
-    """Vectors of eight are the best there is, nothing else matters."""
+    """Seconds by which vectors of eight are the best, and nothing else matters."""
     return 0.8 if dict(choices.order).get("lanes") == 8 else 1.0
 
 
 def raced(one, other) -> list[tuple[float, float]]:
-    """In the place of a race."""
+    """Stands in for A/B timing."""
     return [tuple(seconds_of(each.entry.forward.backend.choices) for each in (one, other))] * 7
 
 

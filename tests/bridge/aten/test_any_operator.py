@@ -134,7 +134,7 @@ def test_results_and_gradients(operator):
 
 @pytest.mark.parametrize("function", ["a user's", "of complex numbers"])
 def test_a_derivative_that_is_a_view_of_the_gradient(function):
-    """The gradient's memory is read no more, and there the gradients of y are added up."""
+    """The gradient's memory is dead then, and the gradients of y are added up there."""
 
     def users(x, y):
         return torch.ops.bridge_tests.mixed_flat(x, y, y) * 2
@@ -150,7 +150,7 @@ def test_a_derivative_that_is_a_view_of_the_gradient(function):
 @pytest.mark.parametrize("product", ["addmm", "addmv", "baddbmm", "addbmm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_product_times_zero_is_read_where_torchs_kernel_reads_it(product, dtype):
-    """Infinite and nan as it is: by type, size and library."""
+    """Whether infinite and nan are read depends on type, size and library."""
 
     def call():
         x, y = (square(2, 3, 3).detach().to(dtype) for _ in range(2))
@@ -164,7 +164,7 @@ def test_a_product_times_zero_is_read_where_torchs_kernel_reads_it(product, dtyp
 
 
 def test_what_nothing_uses_has_no_gradient():
-    """Of equal singular values, the vectors' terms would be 0 / 0; eager leaves them out."""
+    """For equal singular values the vectors' terms would be 0 / 0; eager leaves them out."""
 
     def values(x):
         return torch.linalg.svd(torch.eye(3, dtype=x.dtype, device=x.device) * x.sum())[1]

@@ -1,4 +1,4 @@
-"""Convolutions in channels_last: eager's numbers, and everything between two of them walks memory as it lies."""
+"""Convolutions in channels_last: eager's numbers, and and operators between two of them walk memory in its layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Branches(Net):
 
 
 class Concatenated(Net):
-    """Maps beside each other, as in a dense block, cut in another place than where they meet."""
+    """Concatenated maps, as in a dense block, cut in another place than where they meet."""
 
     def forward(self, x):
         y = self.norm(self.first(x)).relu()
@@ -79,7 +79,7 @@ class Grouped(Net):
 
 
 class Padded(Net):
-    """Activations that stop gradients where they saturate, pads behind and before them, one that cuts."""
+    """Activations that stop gradients where they saturate, pads behind and before them, a negative pad."""
 
     def forward(self, x):
         y = nn.functional.pad(nn.functional.relu6(self.norm(self.first(x)) * 4), (0, 1, 0, 1))
@@ -92,7 +92,7 @@ class Padded(Net):
 
 
 class Permuted(nn.Module):
-    """Batch normalizations of tensors with their channels behind, without a convolution."""
+    """Batch normalizations of tensors with channels last, without a convolution."""
 
     def __init__(self, then):
         super().__init__()
@@ -153,7 +153,7 @@ def test_numbers_are_eagers(net, then):
 
 
 class Nothing(Net):
-    """No channels at all of a map, by themselves, under a weight, joined and beside others."""
+    """Slices of zero channels: by themselves, under a weight, joined and beside others."""
 
     def __init__(self, then):
         super().__init__(then)

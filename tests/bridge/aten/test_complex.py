@@ -250,7 +250,7 @@ def test_parts_that_are_not_finite(name):
     "function", [lambda x: torch.complex(x, x * 0.5).abs(), lambda x: torch.polar(x.abs(), x * 1e-39).real]
 )
 def test_gradients_of_huge_sizes(function):
-    """Of which a factor of the gradient is none: it is eager's, and 0 where the size itself is too large."""
+    """The gradient is eager's although a factor of it overflows, and 0 where the absolute value itself does."""
     given = torch.tensor([1e38, -2e38, 3.4e38, 1e-38, 0.0])
     module = Function(function)
     add_tvm_dispatch(module, torch.ones_like(given).requires_grad_())

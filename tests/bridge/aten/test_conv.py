@@ -17,7 +17,7 @@ def leaf(*shape):
 
 
 class Functions(nn.Module):
-    """Several functions, each on an argument of its own: one compilation for all of them."""
+    """Several functions with one argument each, compiled at once."""
 
     def __init__(self, functions):
         super().__init__()

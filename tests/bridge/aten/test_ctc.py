@@ -1,4 +1,4 @@
-"""CTC loss: lengths as tensors and numbers, targets in rows and in a line, reductions, infinite losses, errors."""
+"""CTC loss: lengths as tensors and numbers, padded and concatenated targets, reductions, infinite losses, errors."""
 
 from __future__ import annotations
 

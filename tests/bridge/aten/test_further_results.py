@@ -1,4 +1,4 @@
-"""Operators' further results: computed, or refused by name where a module returns one that is not."""
+"""Operators' further results: computed, or refused by name where a module returns an unsupported one."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Normalized(nn.Module):
 
 @pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.cpu("a GPU's saves the means")), True])
 def test_what_batch_normalization_saves_is_returned(training):
-    """By running statistics it saves nothing: tensors without elements."""
+    """With running statistics it saves nothing: tensors without elements."""
     check_module(lambda: Normalized(training), lambda: torch.randn(4, 3, 5, requires_grad=True), rtol=1e-8)
 
 

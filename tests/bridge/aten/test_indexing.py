@@ -1,6 +1,6 @@
 """Indexing operators on indices in and out of bounds, of every integer type: eager's results, or eager's errors.
 
-Where eager counts a negative index from the end, so does the compiled call; where eager raises, the call raises that.
+Negative indices count from the end where eager's do; where eager raises, the call raises the same error.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def outcome(module, shape, index):
 
 
 def indices(valid, n, dtype):
-    """The valid index, then it with one element that is negative, beyond the end or the last one."""
+    """The valid index, then variants with one element that is negative, beyond the end or the last one."""
     yield torch.tensor(valid, dtype=dtype)
     for value in (-1, -n, -n - 1, n - 1, n, n + 5):
         if value >= 0 or dtype.is_signed:

@@ -39,7 +39,7 @@ def test_embedding(shape, options):
 
 
 def test_embedding_with_a_largest_norm():
-    """Rows that are looked up are scaled down in the weight, before they are."""
+    """Rows are scaled down in the weight before they are looked up."""
     eager = nn.Embedding(7, 3, max_norm=1.0).double()
     ours = copy.deepcopy(eager)
     add_tvm_dispatch(ours, torch.tensor([1, 2]))
@@ -339,6 +339,6 @@ def test_an_operator_without_a_kernel_is_refused_by_name(monkeypatch):
 
 @pytest.mark.parametrize("variance", [[0.5, 1.0, 2.0], [0.0, 1e-9, float("inf")], [1.0]])
 def test_gaussian_nll_passes_the_gradient_through_its_clamp(variance):
-    """It clamps the variance in place where autograd does not hear of it: the gradient there is not 0."""
+    """It clamps the variance in place, hidden from autograd: the gradient there is not 0."""
     variance = torch.tensor(variance, dtype=torch.float64).expand(2, -1).clone().requires_grad_()
     check(lambda x, y, v: F.gaussian_nll_loss(x, y, v, reduction="none", full=True), leaf(2, 3), leaf(2, 3), variance)

@@ -37,7 +37,7 @@ def marked(names):
 
 
 class WithStates(nn.Module):
-    """Given initial states, of which gradients are wanted; only one of the results is used."""
+    """Initial states that require gradients; only one of the results is used."""
 
     def __init__(self, layer: nn.Module, result: int):
         super().__init__()
@@ -62,7 +62,7 @@ def test_layers(name):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """To recurrent layers; lowerings of the processor are not found, nor kept for it."""
+    """Recurrent layers are lowered as on a GPU; the processor's lowerings are neither found nor kept."""
     SESSION.reset("lowerings")
     for module in ("aten.recurrent", "capture.opened"):
         monkeypatch.setattr(f"bridge.{module}.HOST", torch.device("meta"))
@@ -215,7 +215,7 @@ def test_a_length_that_varies_is_refused_where_steps_one_by_one_would_be_slower(
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("result", sampled([0, 1, 2], [2]))
 def test_one_step_of_a_projected_lstm(result):
-    """Its cells do not depend on the projection, which has no gradient from them."""
+    """The cells do not depend on the projection, which gets no gradient from them."""
     make = lambda: WithStates(nn.LSTM(3, 5, proj_size=2, num_layers=2, bidirectional=True), result)  # noqa: E731
     check_module(make, lambda: (leaf(1, 2, 3), leaf(4, 2, 2), leaf(4, 2, 5)), calls=1)
 

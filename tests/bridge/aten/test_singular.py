@@ -142,7 +142,7 @@ if torch.__version__ < "2.12":  # there it has no derivative in eager either
 
 
 class Functions(nn.Module):
-    """Each function on arguments of its own: one compilation for all of them."""
+    """Several functions with arguments of their own, compiled at once."""
 
     def __init__(self, functions, arity=1):
         super().__init__()
@@ -234,7 +234,7 @@ def test_the_spread_of_equal_numbers_is_zero_and_so_is_its_gradient(spread, dim)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_norm_of_single_elements_is_their_size_even_where_the_square_overflows(dtype):
-    """torch takes the size; so do 0-d tensors, and the norms inside a cosine similarity."""
+    """torch takes the absolute value; also for 0-d tensors, and for the norms inside a cosine similarity."""
     largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).tiny
     numbers = [largest, -largest / 2, tiny, 0.0, -2.0, float("inf"), float("nan")]
     column = torch.tensor(numbers, dtype=dtype).unsqueeze(-1)

@@ -22,7 +22,7 @@ ALIKE = """
     aminmax bce_with_logits cosine_similarity exp2 hardswish lerp_tensor logit multi_margin nan_to_num
     nn.functional.elu nn.functional.mish nn.functional.silu norm remainder softmax var
 """.split()
-"""Of whose kind another one is here: the same rule at a kink, of ties, of infinities, of sums."""
+"""Operators whose rule at a kink, for ties, infinities or sums another case covers."""
 
 ROUNDED_OTHERWISE = {
     "addcdiv": "a GPU's eager kernel divides before it multiplies: subnormal numbers",

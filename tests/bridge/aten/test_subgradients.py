@@ -1,4 +1,4 @@
-"""Where torch's versions differ in a subgradient, ours is that of the torch that is there, or its own kernel's."""
+"""Where torch's versions differ in a subgradient, ours equals the installed torch's, or its kernel's."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ SOME_SIZES = {
 
 @pytest.mark.parametrize("name", SOME_SIZES)
 def test_at_sizes_from_one_on(name):
-    """An extent of 1 that comes out is a case of its own, and the guards say so."""
+    """An extent of 1 in a result is a separate case, which the guards exclude."""
     function, least = SOME_SIZES[name]
     lowered = imported(Of(function), normal(4, 6), ({0: N, 1: M},))
     broken = lowered.captured.extents.broken()

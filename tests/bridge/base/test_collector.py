@@ -58,7 +58,7 @@ def test_imported_objects_are_passed_over(stay):
 
 
 def test_objects_that_the_user_froze_stay_frozen():
-    """A cycle that is garbage tells: their number shrinks whenever one of them goes by its count of references."""
+    """A garbage cycle stays: the number of frozen objects shrinks whenever one of them is freed by its count."""
     with collection_paused():
         frozen = weakref.ref(Cycle())
         gc.freeze()

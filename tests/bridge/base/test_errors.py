@@ -1,4 +1,4 @@
-"""Errors that a handler goes on after: bugs of this package's own are raised in the test mode."""
+"""Handlers that go on after an error: in the test mode they raise bugs of this package."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from bridge.base.pytrees import picker
 
 
 def _raised(call: Callable[[], object]) -> Exception:
-    """The error of a call as a handler sees it that called it itself."""
+    """The error of a call, as seen by a handler in the caller."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 - as a handler does

@@ -1,4 +1,4 @@
-"""Whose a source file is: packages beside torch's, or in the folder of Python's library, are the user's."""
+"""Source files of the user or of a library: packages beside torch's, or in Python's folder, are the user's."""
 
 import os
 import sysconfig

@@ -34,7 +34,7 @@ class UsersError(Exception):
 
 @pytest.fixture(autouse=True)
 def sigint():
-    """SIGINT is Python's, whatever the process was started with: a shell's background jobs ignore it."""
+    """Python's handler of SIGINT, in every process: a shell's background jobs ignore the signal."""
     with interrupts.heard():
         yield
 

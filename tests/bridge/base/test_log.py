@@ -139,7 +139,7 @@ def told():
 
 
 def test_one_handler_however_often_loaded_and_none_beside_the_applications(told):
-    """A module loaded again, the stream redirected, logging configured afterwards: each message is told once."""
+    """A module loaded again, the stream redirected, logging configured afterwards: each message appears once."""
     said = told.stdout.partition("loaded\n")[2]
     assert said == "['[bridge.guards] one\\n', '[bridge.guards] heard\\nmine: two\\n', 2]\n"
 

@@ -1,4 +1,4 @@
-"""The table of quirks: each row has a handler and a test that are there, and the command prints it."""
+"""The table of quirks: each row's handler and test exist, and the command prints it."""
 
 import ast
 import importlib

@@ -60,7 +60,7 @@ CACHES = {"LeastRecentlyUsed", "WeakCache", "ArenaPool", "defaultdict"}
 
 
 def containers() -> Iterator[str]:
-    """Of each module of ``bridge``, the names that are an empty container to begin with."""
+    """The names of each module of ``bridge`` that begin as an empty container."""
     root = Path(bridge.__file__).parent
     for path in sorted(root.rglob("*.py")):
         home = ".".join(path.relative_to(root).with_suffix("").parts)

@@ -1,4 +1,4 @@
-"""Functions with backwards of their own, as people write them: each is eager's where it is dispatched."""
+"""Custom autograd Functions for tests, each used by a dispatched and an eager module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Networks whose loops are found while forward runs, one for each form that a loop may have."""
+"""Networks whose loops are found while forward runs, one for each kind of loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DROPS", "FORMS", "LATER", "MODULES", "ON_THE_HOST", "Indices", "Lstm
 
 
 class Lstm(nn.Module):
-    """Gates by hand, with layer norms or without; the second axis is time, gone through forth or back."""
+    """Gates by hand, with layer norms or without; the second axis is time, walked forth or back."""
 
     def __init__(self, norm=False, backwards=False):
         super().__init__()
@@ -86,7 +86,7 @@ class Halves(nn.Module):
 
 
 class Buffers(nn.Module):
-    """States are written into tensors that were made before, in time's order and against it; one has a place more."""
+    """States are written into preallocated tensors, in time's order and against it; one has an additional row."""
 
     def __init__(self, backwards=False, copies=False):
         super().__init__()
@@ -106,7 +106,7 @@ class Buffers(nn.Module):
 
 
 class Numbers(nn.Module):
-    """A step has numbers of its own: of a list, a count, a tensor that is filled with one."""
+    """Numbers of each step: from a list, a counter, a tensor filled with the number."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ class Lengths(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Layers of one size, their states in a list: in each step all of them, or one after the other."""
+    """Layers of one size, their states in a list: all layers in each step, or one layer after the other."""
 
     def __init__(self, layer_by_layer=False):
         super().__init__()
@@ -197,7 +197,7 @@ class Indices(nn.Module):
 
 
 class Drops(nn.Module):
-    """Two masks for each step, of one before all steps that is the same in each; one more draw before, one after."""
+    """Two masks for each step, a mask before the loop that all steps share, a draw before and one after."""
 
     def __init__(self, backwards=False):
         super().__init__()
@@ -282,5 +282,5 @@ ON_THE_HOST = pytest.mark.cpu("a GPU's masks are drawn step by step")
 
 
 def marks_of(lowered: LoweredCall) -> list[fx.Node]:
-    """Where the steps of loops begin and end in the traced graph; none if it has no loop."""
+    """The marks at which steps of loops begin and end in the traced graph; none if it has no loop."""
     return [node for node in lowered.captured.graph.nodes if node.target in LOOP_MARKS]

@@ -24,7 +24,7 @@ WIDENED = {
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Autocast for a GPU, whether or not there is one."""
+    """Autocast for a GPU, also on a machine without one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)

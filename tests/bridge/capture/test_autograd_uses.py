@@ -16,7 +16,7 @@ from tests.bridge.compare import check_module
 
 
 class WithForward(nn.Module):
-    """A linear layer, held in lists as well, and a forward that is given."""
+    """A linear layer, also held in lists, and a given forward."""
 
     def __init__(self, forward):
         super().__init__()
@@ -99,7 +99,7 @@ def packs_what_is_saved(self, x):
 
 
 def packs_by_an_object(self, x):
-    """Which has no name."""
+    """Packs by a callable object, which has no name."""
     with saved_tensors_hooks(partial(torch.mul, 0.5), lambda packed: packed):
         return self.layer(x).tanh()
 

@@ -58,7 +58,7 @@ class LastStateUnused(nn.Module):
 
 
 class OneStepRead(nn.Module):
-    """Of ``seen``, the results need that of one step."""
+    """The results need one step's value of ``seen``."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ def test_a_state_that_is_read_without_a_gradient_has_none(kind):
 
 
 def test_a_gradient_that_a_scan_lacks_is_a_reason():
-    """Where more is active than the scan was made differentiable for."""
+    """A value requires grad for which the scan has no gradient."""
     lowered = lower(Chained(starts_at_part=True), torch.randn(8, 2, 4, requires_grad=True))
     calls = [value for _, value in bindings(lowered.forward) if is_scan(value)]
     assert len(calls) == 2

@@ -1,4 +1,4 @@
-"""``copy_`` of numbers of another type or shape into a buffer: the buffer keeps its form, as in eager."""
+"""``copy_`` of numbers of another type or shape into a buffer: the buffer keeps its type and shape, as in eager."""
 
 import itertools
 

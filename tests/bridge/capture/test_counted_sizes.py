@@ -95,7 +95,7 @@ def _convolved(module, x, edges):
 
 
 def _detected(module, x, boxes, classes):
-    """A detector's loss of the boxes that are there, by their number."""
+    """A detector's loss over the present boxes, divided by their number."""
     found = classes > 0
     (places,) = found.nonzero(as_tuple=True)
     y = module.linear(x)
@@ -237,7 +237,7 @@ def test_numbers_that_sizes_alone_decide_vary_with_them():
 
 
 def test_counts_that_are_no_sizes_in_general_have_entries_of_their_own():
-    """None, and one: special cases of torch's. A later count finds the entry of all."""
+    """Counts of 0 and 1 are special cases of torch's. A later count finds the dynamic entry."""
     function, _ = VARYING["rows"]
     eager = Counted(function).double()
     module = add_tvm_dispatch(copy.deepcopy(eager), arguments((1, 0, 1, 1, 0, 0)), on_miss="compile")

@@ -1,4 +1,4 @@
-"""A user's own ``autograd.Function``: its forward and its backward in the compiled programs, as eager has them."""
+"""Custom ``autograd.Function``: its forward and its backward in the compiled programs, equal to eager's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dynamic_shapes=``: torch.export's spellings, which dimensions they let vary, and the errors of wrong ones."""
+"""``dynamic_shapes=``: torch.export's notations, the dimensions that they let vary, and the errors of wrong ones."""
 
 import pytest
 import torch

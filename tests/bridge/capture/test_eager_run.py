@@ -182,12 +182,12 @@ def test_another_result_where_forward_asks_whether_it_is_traced_is_eagers(asks):
 
 
 def test_eagers_branch_is_traced_where_the_other_one_cannot_be():
-    """As of transformers' LongT5, which takes for granted a mask that it does not make while it is traced."""
+    """As in transformers' LongT5, whose traced branch requires a mask that it does not make."""
     assert_dispatched_as_eager(Normalized(lambda y: y + (None if torch.compiler.is_compiling() else y).sin()))
 
 
 class Padded(nn.Module):
-    """Asks as transformers does before it makes a mask."""
+    """Asks ``is_compiling()`` before it makes a mask, as transformers does."""
 
     def forward(self, x, kept):
         traced = torch.compiler.is_compiling() or isinstance(kept, torch._subclasses.FakeTensor)

@@ -54,7 +54,7 @@ def compare(module, reference, args):
 
 
 def dispatched(function, *args, **options):
-    """A module that calls a function, dispatched, and one that is not."""
+    """A module that calls a function, dispatched, and its eager twin."""
     module = Calls(function).double()
     reference = copy.deepcopy(module)
     args = tuple(each.detach().double().requires_grad_() for each in args)

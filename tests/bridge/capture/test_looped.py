@@ -108,7 +108,7 @@ def test_one_step_is_traced_whatever_the_length(name):
 
 
 def test_another_length_is_made_of_what_is_known():
-    """No step is differentiated or compiled."""
+    """Another length differentiates and compiles no step."""
     module, entries, differentiated = Lstm(), [], []
     add_tvm_dispatch(module, on_miss="compile")
     for steps in (9, 14):

@@ -1,4 +1,4 @@
-"""Forward that reads numbers: dispatched where the numbers are the sample's, eager and counted where they are not."""
+"""Scalar guards: a call is dispatched where its numbers equal the sample's, else eager and counted."""
 
 import copy
 import math
@@ -41,7 +41,7 @@ LABELS = torch.tensor([0, 1, 3])
 
 
 def dispatched(module: nn.Module, *sample, **options) -> tuple[nn.Module, nn.Module]:
-    """Eager, and a copy of it with a dispatch."""
+    """An eager module, and a dispatched copy of it."""
     module = module.double()
     eager = copy.deepcopy(module)
     return eager, add_tvm_dispatch(module, sample, **options)
@@ -232,7 +232,7 @@ def test_a_sample_that_eager_refuses_is_refused_in_eagers_words():
 
 
 class Attribute(nn.Module):
-    """A plain tensor that tells which way to go."""
+    """A plain tensor attribute that selects the branch."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Structures in words, a class's own ``__call__``, TorchScript, arguments that are no constants."""
+"""Descriptions of structures, a class's own ``__call__``, TorchScript, arguments that are no constants."""
 
 import copy
 import enum

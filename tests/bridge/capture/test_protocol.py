@@ -58,7 +58,7 @@ class Asks(Plain):
 
 @pytest.fixture
 def states(monkeypatch) -> Counter:
-    """How often a state was taken, and put back."""
+    """Counts of snapshots of the state, and of restorations."""
     found: Counter[str] = Counter()
     made, restore = Snapshot.__init__, Snapshot.restore
     monkeypatch.setattr(Snapshot, "__init__", lambda self, root: found.update(["taken"]) or made(self, root))

@@ -72,7 +72,7 @@ def test_the_log_has_the_chain_on_request(seen):
 
 
 def test_no_thread_is_left_behind(seen):
-    """As torch.fx leaves the one of a progress bar: from then on, Python warns of every fork."""
+    """torch.fx leaves the thread of a progress bar: from then on, Python warns of every fork."""
     assert seen["threads"] == ["MainThread"]
 
 

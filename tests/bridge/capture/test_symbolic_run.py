@@ -21,7 +21,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 class Places(nn.Module):
-    """Its table is just as long as the sample: the part that is taken of it is the whole there."""
+    """Its table is exactly as long as the sample, so that the slice of it is the whole table there."""
 
     def __init__(self, length: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Adding an entry while other threads work: they see nothing of it, and the entry is right.
+"""Thread isolation: other threads work while an entry is added; they see nothing of it, and the entry is right.
 
 The traced forward itself stops in the middle and lets another thread act before it goes on.
 """
@@ -58,7 +58,7 @@ def rows(count: int = 7) -> torch.Tensor:
 
 
 def unheard(action: Callable[[], None]) -> Callable[[], None]:
-    """Runs ``action`` where the capture does not hear of it, as if another thread had done so: threads that forward
+    """Runs ``action`` hidden from the capture, as if another thread had done so: threads that forward
     starts are refused."""
 
     def run() -> None:
@@ -368,7 +368,7 @@ def test_a_forward_that_calls_its_parts_in_threads_does_not_hang():
 
 
 def test_recurrent_layers_keep_what_they_note_of_their_weights():
-    """A call that is under way in another thread uses the list that tracing would fill with stand-ins."""
+    """Another thread's running call uses the list that tracing would fill with stand-ins."""
     torch.manual_seed(0)
 
     class Recurrent(Stops):

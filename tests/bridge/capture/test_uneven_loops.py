@@ -1,4 +1,4 @@
-"""Loops whose steps read parts that overlap or leave gaps, or take turns: found, and the numbers are eager's."""
+"""Loops whose steps read overlapping windows, leave gaps, or alternate: found, and the numbers are eager's."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ STEPS = 4
 
 @pytest.fixture
 def few_steps(monkeypatch):
-    """Of so few steps, equal ones are a loop."""
+    """Equal steps are a loop even if they are few."""
     monkeypatch.setattr(prove, "LEAST_STEPS", 3)
 
 
@@ -68,7 +68,7 @@ class WritesTwice(nn.Module):
 
 
 class CopiesOfAView(nn.Module):
-    """Views that are written through, and read: before, after, or as one that is kept."""
+    """Writes through views that are read before, after, or kept."""
 
     def __init__(self, way):
         super().__init__()
@@ -179,7 +179,7 @@ class Noisy(nn.Module):
 
 
 class KeepsElsewhere(nn.Module):
-    """A number out of numpy, which passes no operator."""
+    """A number from numpy, which no operator computes."""
 
     def forward(self, x):
         h, first = x[0], float(x.detach().numpy()[0, 0, 0])

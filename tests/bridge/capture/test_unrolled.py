@@ -1,4 +1,4 @@
-"""Unrolled loops of very many operators are refused by name; a deep network of as many is not."""
+"""Unrolled loops of very many operators are refused by name; a deep network with as many is not."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_one_of_several_results_is_written(one):
 
 @pytest.mark.parametrize("name", ["windows with gaps", "expanded to its own shape", "an axis of one"])
 def test_of_large_numbers(name):
-    """Nothing is left of a small number that is added to one of these and its negative."""
+    """A small number that is added to a large one and its negative is lost."""
     module, x = Writes(WRITTEN[name]), torch.full((5, 6), 1e300, dtype=torch.float64)
     x[1] = torch.inf
     wanted = module(x)
