@@ -134,8 +134,7 @@ class Backend(ABC):
         """The kernel of a plan; equal plans share one kernel.
 
         One product kernel serves all plans of an element type: it reads
-        :data:`~bridge.compile.loop_ir.operations.FIELDS` at each launch. Horizontal fusion happens only if the
-        backend's limits ask for it.
+        :data:`~bridge.compile.loop_ir.operations.FIELDS` at each launch. The limits decide on horizontal fusion.
         """
 
     def apart(self, plan: RowPlan | ColumnPlan | HorizontalFusionPlan | ChainPlan) -> tuple[PrimFunc, PrimFunc] | None:

@@ -51,8 +51,7 @@ class CompileOptions:
 
     @property
     def key(self) -> tuple:
-        """Everything a program depends on beside its function, as plain data: backend, threads, settings, versions of
-        torch, TVM and our own sources."""
+        """Everything a program depends on beside its function, as plain data."""
         made_for = self.backend.key, self.threads, self.versions, self.settings
         lie = self.orders, self.given_orders
         return *made_for, self.sums_in_place, self.grad_outs, self.constants, self.deterministic, *lie

@@ -14,8 +14,7 @@
     build         PrimFuncs → machine code, in the background         bridge.compile.runtime.build
     plan          instructions over torch-owned memory                bridge.compile.runtime.link
 
-:func:`compile_function` runs all stages, :class:`Compilation` in two parts; equal functions share one program while it
-is in use.
+:func:`compile_function` runs all stages, :class:`Compilation` in two parts; equal functions share a live program.
 
 Chosen chains: a layout-agnostic graph → the products that one fused kernel computes, as an A/B timing
 (:mod:`bridge.trials`) decides. The timing compiles the chain alone, in both forms, with its own memory.
@@ -167,11 +166,9 @@ def compile_function(
     Conclusions about the sizes become guards of their scope.
 
     While a program is in use, equal functions share it; it keeps the ``name`` of its first compilation. ``options``
-    default to the current ones for this machine's CPU. Raises ``NotImplementedError`` naming an operator that cannot
-    be compiled.
+    default to the current ones for this CPU. Raises ``NotImplementedError`` naming an operator that is unsupported.
 
-    ``drawn``: place → dropout mask that kernels recompute. The program takes the generator's state (seed and offset,
-    int64) instead of that parameter.
+    ``drawn``: place → dropout mask that kernels recompute from the generator's seed and offset (int64) in its place.
 
     No bit of a value depends on which other values are results: see :mod:`bridge.compile.schedule.fuse`.
     ``options.sums_in_place`` gives that up, for :mod:`bridge.compile.passes.product_variants`.
@@ -280,8 +277,7 @@ class _Graphs:
     ):
         """``lasting``: see :func:`~bridge.compile.passes.choose_layouts.choose_layouts`; ``is_step``: a loop's body.
 
-        Equal bodies share one program for any number of steps. A body has its own product policy; this policy adopts
-        the body's choices.
+        Equal bodies share one program for any number of steps. This policy adopts the choices of a body's own policy.
         """
         self._func, self._policy = func, policy
         self._backend = options.backend.of_steps if is_step else options.backend

@@ -64,9 +64,8 @@ class Emitter:
     def bind(self, value: Expr, hint: str = "v") -> Expr:
         """A variable that holds ``value``.
 
-        The value goes through a one-element local buffer (which LLVM turns into a register): TVM's analyzers and code
-        generator replace a variable by its bound expression, and a chain of computed values would grow exponentially. A
-        load ends the chain.
+        The value goes through a one-element local buffer (which LLVM turns into a register), because a load ends a
+        chain: TVM's analyzers and code generator expand bound variables, and a chain would grow exponentially.
 
         A floating point product is fenced: TVM lets LLVM contract ``a * b + c`` into one rounding on every target, and
         LLVM does so only if the product has no other use, which depends on the other operators of the kernel.

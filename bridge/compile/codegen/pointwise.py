@@ -99,7 +99,6 @@ def _power(e: Emitter, x: Expr, y: Expr) -> Expr:
 
 
 def _libm(name: str) -> Rule:
-    """A libm function, lane by lane."""
 
     return lambda e, *args: e.libm(name, *args)
 

@@ -122,8 +122,7 @@ class SecondStage:
 class Kernel:
     """A kernel ``func(inputs…, outputs…, scratch…, descriptor)``; ``ops``: its operators, in order.
 
-    The descriptor points to the launch's ``scalars``, as int64; it is absent without scalars. The results of ``finish``
-    are not among the outputs.
+    The descriptor points to the ``scalars`` as int64, if there are any; ``outputs`` excludes the results of ``finish``.
     """
 
     func: PrimFunc = field(repr=False)

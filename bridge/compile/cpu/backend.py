@@ -47,9 +47,8 @@ __all__ = ["ALTERNATIVES", "LANES", "LIMITS", "ORDER", "CpuBackend", "host_backe
 _LOG = channel("compile")
 
 LANES = 16
-"""Vector width of every generated loop for any element type or processor: 16 float32 fill one AVX-512 register, and the
-compiler splits wider vectors. It is fixed because the order of a reduction follows from it: results must not depend on
-the machine's vector width."""
+"""Vector width of every generated loop, for all element types and processors: 16 float32 fill one AVX-512 register. It
+is fixed because the order of a reduction, hence the result, follows from it."""
 
 ORDER = ReductionOrder(
     lanes=LANES,

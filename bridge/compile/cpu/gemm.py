@@ -8,20 +8,17 @@ and layout of one element type: it reads extents and strides from a descriptor, 
 
 An element of the result is a sum in order of ``k``, in fused multiply-adds within chunks of ``DEPTH``, chunk after
 chunk: it depends neither on the blocks, nor on the registers' width, nor on the number of threads. The chunks keep the
-rounding error near that of vendor libraries, which also cut the sum (one chain over all of ``k`` would have about twice
-the error at 3072).
+rounding error near that of vendor libraries (one chain over ``k = 3072`` would have about twice the error).
 
 Packed products: many products with one matrix, which is packed once, in full. A step of a recurrent network multiplies
-few rows by a weight, a frozen module any number of rows by a constant. A product of many rows pays for packing at once;
-for a product of few rows it would take as long as the product. The bits are the same: the same chunks of ``k``, in the
-same order.
+few rows by a weight, a frozen module any number of rows by a constant; packing for one product of few rows would take
+as long as the product. The bits are the same: the same chunks of ``k``, in the same order.
 
 Chains (:mod:`bridge.compile.schedule.chain_plan`): a product, a row kernel and a product → one kernel. A task takes
 rows of one product of the batch, one strip (a register tile's rows) at a time. It multiplies them by all of ``b``,
 packed once for the task; the row code (:mod:`bridge.compile.cpu.row`) processes the scores, which are in the core's own
-cache; its result is multiplied by all of the next ``b``, also packed, and is not packed itself: the tile reads its few
-rows in place. An element has the bits that three kernels give it: the same chunks of ``k`` in the same order, the same
-row code.
+cache; its few rows are multiplied in place, unpacked, by all of the next ``b``, also packed. An element has the bits
+that three kernels give it: the same chunks of ``k`` in the same order, the same row code.
 """
 
 from __future__ import annotations
@@ -125,8 +122,7 @@ def function_of(g: Buffers, scope: LoopScope, first: int = 0) -> PrimFunc:
 def gemm_function(dtype: str, tile: RegisterTile) -> PrimFunc:
     """``gemm(a, b, c, descriptor)``, four pointers; ``dtype`` is float32 or float64.
 
-    The descriptor is int64, see :data:`bridge.compile.loop_ir.operations.FIELDS`; its ``block_columns`` must be a
-    multiple of the tile's.
+    Descriptor: int64 :data:`bridge.compile.loop_ir.operations.FIELDS`; ``block_columns`` is a multiple of the tile's.
     """
     g = Buffers(dtype, tile)
     return product_of_blocks(g, partial(_task, g))

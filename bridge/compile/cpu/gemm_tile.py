@@ -1,8 +1,7 @@
 """Register tiles and panels of matrix products: operands → memory in the order in which the tiles read it.
 
-Packing: blocks of the operands, of any strides → dense panels in the order of the inner loop. Each operand has three
-ways: vectors if a line of the panel is dense in memory, squares transposed in registers if the lines along ``k`` are
-dense, element by element otherwise.
+Packing: blocks of the operands, of any strides → dense panels in the order of the inner loop: by vectors if a line of
+the panel is dense in memory, by squares transposed in registers if the lines along ``k`` are, else by elements.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class RegisterTile:
     """The part of a result whose sums stay in registers, for a processor's vector registers.
 
     Attributes:
-        heights: rows, ascending: the last rows of a block use the smallest height that holds them. The last is the
-            tile's.
+        heights: rows, ascending; the last is the tile's. The last rows of a block use the smallest that holds them.
         vector: bytes of a vector register.
         panels: maximum of a packed block of ``b``: 196 kB, a part of a second-level cache.
         strips: maximum of ``a`` per panel of a packed ``b``: 224 kB of float32. Each block of strips reads ``b`` from
@@ -97,8 +95,7 @@ class Buffers:
     Attributes:
         params: the kernel's parameters, pointers to ``a``, ``b``, ``c`` and the descriptor.
         operands: these four as flat buffers.
-        b_panels, a_panel: packed operands, ``[panel][k][column]`` and ``[k][row]``, which the innermost loop reads in
-            order.
+        b_panels, a_panel: operands packed in the innermost loop's order, ``[panel][k][column]`` and ``[k][row]``.
         tile: the register tile at the edge of the result, before its valid part is stored.
         allocations: of ``b_panels``, ``a_panel`` and ``tile``.
         pitch: elements from one ``k`` to the next in ``a_panel``: whole vectors.
@@ -246,8 +243,7 @@ def _added(old: Expr, value: Expr, add: bool) -> Expr:
 
 
 def pack_b(g: Buffers, scope: LoopScope, panel: Var, source: Expr, depth: Var, width: Var, target: Expr) -> None:
-    """Packs the columns of one panel: ``depth`` lines from index ``source`` of ``b`` on, in a block of ``width``
-    columns, to index ``target``."""
+    """Packs one panel: ``depth`` lines from index ``source`` of ``b`` on, of ``width`` columns, to index ``target``."""
     step, across = g.field["b_row"], g.field["b_column"]
     column = scope.name(panel * const(g.columns), "column")
     source = scope.name(source + column * across, "source")
@@ -281,8 +277,7 @@ def pack_b(g: Buffers, scope: LoopScope, panel: Var, source: Expr, depth: Var, w
 
 
 def pack_a(g: Buffers, scope: LoopScope, source: Expr, depth: Var, count: Var, target: Expr) -> None:
-    """Packs ``count`` rows, at most a register tile's, of ``depth`` elements each, from index ``source`` of ``a`` to
-    index ``target``."""
+    """Packs ``count`` rows of ``a``, of ``depth`` elements each, from index ``source`` on, to index ``target``."""
     row, step = g.field["a_row"], g.field["a_column"]
     source = scope.name(source, "source")
     pitch = const(g.pitch)

@@ -65,7 +65,6 @@ class _RowKernel:
         return loop_function([*tensors, *self.number.params], sequence([*self.number.stmts, *body]))
 
     def _tasks(self) -> Stmt:
-        """The loop over the rows, in one task or several."""
         walk, number = self.plan.walk, self.number
         if walk.task_rows is None:
             return sequence(self._rows(number(0), number(0), number(walk.rows)))
@@ -80,7 +79,6 @@ class _RowKernel:
         return if_profitable(number, walk.parallel, tasks)
 
     def _rows(self, task: Expr, begin: Expr, count: Expr) -> list[Stmt]:
-        """The rows of one task."""
         row = Var("row", self.plan.index_type)
         scope = RowScope(self.plan, self.buffers, self.number, task)
         cleared = self._clear_parts(scope.parts)

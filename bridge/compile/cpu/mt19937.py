@@ -203,8 +203,7 @@ def load(e: Emitter, words: Buffer, at: Expr) -> Expr:
 
 
 def next_words(scalars: Emitter, words: Buffer, old: Expr, far: Expr, at: Expr) -> Expr:
-    """Stores a vector of words at ``at``, one block after ``old``, and returns it; ``far``: ``_SHIFT`` after
-    ``old``."""
+    """Stores, at ``at``, and returns the words one block after ``old``; ``far``: ``_SHIFT`` words after ``old``."""
     e = Emitter(LANES)
     zero, one = e.const(0, "uint32"), e.const(1, "uint32")
     low = load(e, words, old + const(1))

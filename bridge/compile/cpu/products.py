@@ -181,8 +181,7 @@ _WORTH = 0.95
 """The fastest algorithm replaces a preferred one if it takes at most this part of its time."""
 
 _NEAR_THE_LIMIT = 0.75
-"""Part of the processor's attainable rate from which on generated code, which costs a compilation, cannot improve on
-torch's product."""
+"""Part of the attainable rate from which on generated code, which costs a compilation, cannot improve on torch."""
 
 _NEAR_ENOUGH = 0.9
 """The same part for a product of a constant: generated code packs nothing at a call, and serves many calls."""
@@ -191,8 +190,7 @@ _RELATIVE_RATE = {"float32": 1.0, "float64": 0.5}
 """Attainable rate of the element types of generated products, relative to float32's."""
 
 _TALL, _SHORT = 1344, 112
-"""Maximum rows of one task. Each task packs its part of ``b``, which pays more with more rows; shorter tasks have more
-even lengths."""
+"""Maximum rows of one task. Each task packs its part of ``b``, which favours tall tasks; short ones are more even."""
 
 _TUNED = ((28, 1), (56, 1), (224, 1), (448, 1), (1344, 2), (448, 2), (112, 2), (1344, 6))
 """Additional tasks for tuning alone: maximum rows, and the divisor of the widest block of ``b``."""
@@ -320,8 +318,7 @@ class CpuProducts:
         return [*ways, *filter(cuts_otherwise, tasks if tuning else _USUAL)]
 
     def seconds_of_all(self, product: ProductShape) -> dict[str, float]:
-        """Times the algorithms of :meth:`ways` and generated code in further tiles now: name → seconds; empty if there
-        is no choice."""
+        """Times the algorithms of :meth:`ways` and further tiles now: name → seconds; empty if there is no choice."""
         is_chosen = getattr(torch, product.element_type).is_floating_point and product.multiplications >= _SMALLEST
         return {} if self.deterministic or not is_chosen else measured(self, product, self.ways(product, tuning=True))
 
@@ -440,7 +437,6 @@ def shape_class(product: ProductShape, threads: int) -> ProductShape:
 
 
 def _quotient_up(a: Dim, b: Dim) -> Dim:
-    """``a / b`` rounded up."""
     return (a + b - 1) // b
 
 

@@ -337,8 +337,7 @@ def _column_loops(
 def _finish(scope: RowScope, index: int, accumulators: Accumulators, width: int) -> None:
     """Combines a row reduction's accumulators, in the order of :mod:`bridge.compile.schedule.order`.
 
-    In a row of dynamic length, unused accumulators hold identities, which change no bit: a sum that began with 0 is
-    never -0.
+    In a row of dynamic length, unused accumulators are identities, which change no bit: a sum from 0 is never -0.
     """
     head, node, total, lanes = scope.head, scope.plan.nodes[index], None, scope.plan.lanes
     if (index, lanes) in accumulators:

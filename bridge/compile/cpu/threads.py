@@ -4,8 +4,7 @@ TVM would start a pool of its own, whose workers spin for a while after every ke
 on a machine that both fill, they steal each other's processors. A compiled module calls the pool through a pointer
 (``TVMBackendParallelLaunch``: ``lambda(task, environment, data)`` once per thread), so a few lines of LLVM that pass
 the same call to ``GOMP_parallel`` are enough; the number of threads is that of ``torch.set_num_threads`` at the call.
-GNU's and LLVM's OpenMP both have that entry, and one of them is loaded wherever torch is built with OpenMP. Elsewhere
-TVM's pool stays.
+Both GNU's and LLVM's OpenMP have that entry; in a torch without OpenMP, TVM's pool stays.
 
 If a launch's sizes decide whether threads pay, the kernel sets the calling thread's number of threads to one while its
 loop runs: a team of one is the caller.
@@ -156,8 +155,7 @@ def module_of(functions: str, name: str) -> tvm.runtime.Module | None:
 def launcher() -> int | None:
     """Address of an ``int(lambda, data, tasks)`` that runs on torch's threads; ``None`` without OpenMP.
 
-    Valid for the process's lifetime. The number of threads is the calling thread's setting, which torch makes at its
-    first use.
+    Valid for the process's lifetime. The number of threads is the calling thread's, which torch sets at its first use.
     """
     module = _launcher_module()
     if module is None:

@@ -15,8 +15,7 @@ evaluated from the function as its host code does.
 Shared memory of a row kernel: its arrays, of each element type → bytes, and the number of groups of threads that fit.
 It contains the warps' partials of a row's reductions, an array for each reduction of a pass
 (:class:`bridge.compile.cuda.columns.Team`), and the groups' partials of column reductions, an array per element type
-(:class:`bridge.compile.cuda.row.TaskPartials`). Their sum is at most :data:`SHARED_BYTES`: with fewer groups, a block
-has less of both.
+(:class:`bridge.compile.cuda.row.TaskPartials`), at most :data:`SHARED_BYTES` in sum: fewer groups need less of both.
 """
 
 from __future__ import annotations
@@ -125,7 +124,6 @@ def cuda_source(functions: Mapping[str, PrimFunc], arch: str) -> str:
 
 
 def _source(kernels: IRModule, target: Target) -> str:
-    """TVM's CUDA source of kernels."""
     found: list[str] = []
 
     def keep(source: str) -> bytes:
@@ -199,7 +197,6 @@ def _parts(kernels: IRModule, target: Target) -> list[IRModule]:
 
 
 def _processors() -> int:
-    """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -376,7 +373,6 @@ def _launches(stmt: Stmt, analyzer: sym.Analyzer) -> Iterator[Stmt]:
 
 
 def _statements(stmt: Stmt) -> Iterator[Stmt]:
-    """A statement and all statements inside it."""
     yield stmt
     for inner in _inner(stmt):
         yield from _statements(inner)

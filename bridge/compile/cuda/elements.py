@@ -287,5 +287,4 @@ class _PoolKernel:
         return e.stmts
 
     def _lanes(self, vector: Expr) -> Expr:
-        """The indices of a vector's elements."""
         return vector_at(vector * self.number(self.lanes), self.lanes)

@@ -1,10 +1,8 @@
 """Emitter of CUDA C: scalar expressions of one thread, and the nest of blocks and threads that runs them.
 
-Functions of the preamble hide C's differences. Half types and bool are integers in memory: no vector type or header of
-CUDA is needed.
+Functions of the preamble hide C's differences. Half types and bool are integers in memory, so no CUDA header is needed.
 
-Preamble of CUDA C: the device functions that generated kernels call, without any CUDA header. ``tests/opencl.py`` has
-the plain form of each, in OpenCL C.
+Preamble: the device functions that generated kernels call. ``tests/opencl.py`` has the plain form of each, in OpenCL C.
 """
 
 from __future__ import annotations

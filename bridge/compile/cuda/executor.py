@@ -2,11 +2,9 @@
 
 Each stream has a pool of arena blocks of its own: work on one stream runs in the order of the calls, so a block that
 was given back may be taken while the GPU still works in it; work on another stream may overlap with it. While torch
-captures a CUDA graph, blocks belong to the graph: torch's allocator takes their memory from the graph's pool, and a
-replay finds it unchanged.
+captures a CUDA graph, blocks come from the graph's pool, and a replay finds them unchanged.
 
-Kernels read vectors of 16 bytes: a misaligned input is copied. States of generators, which a caller has on the host,
-are copied to the device.
+Kernels read vectors of 16 bytes: a misaligned input is copied. Generators' states are copied from host to device.
 
 Second stream: a captured run on two streams: the critical path's steps on one, other steps on the second. Both streams
 launch in the program's order. A step waits for the last step of the other stream that uses the same memory, if one of
@@ -162,8 +160,7 @@ class Crossings:
         self._awaited = [0, 0]
 
     def before(self, stream: int, reads: Sequence[Range], writes: Sequence[Range]) -> int | None:
-        """The index of the other stream's last step that a step must wait for; ``None`` if there is none, or if the
-        stream has already waited for it."""
+        """The index of the other stream's last step that a step must wait for; ``None`` if it need not, or has."""
         other = self._memory[1 - stream]
         last = max([*(other.written(each) for each in reads), *(other.touched(each) for each in writes)], default=-1)
         if last < self._awaited[stream]:

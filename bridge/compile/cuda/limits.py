@@ -58,8 +58,7 @@ FEW_ROWS = 32
 COLUMN_LANES = 8
 
 FLOAT64_ARCHITECTURES = frozenset(("sm_60", "sm_70", "sm_80", "sm_90", "sm_100"))
-"""Architectures with float64 at half the rate of float32, so that sums are limited by memory in either; others have a
-64th."""
+"""Architectures with float64 at half the rate of float32 (others: a 64th), where memory limits sums in either type."""
 
 # A chunk is about one block's simultaneous work: the few rows of a small LayerNorm are spread over many blocks.
 ORDER = ReductionOrder(
@@ -159,8 +158,7 @@ def row_threads(length: Number, small: bool = False) -> int:
 def row_groups(length: Number, small: bool = False, columns: bool = False) -> int:
     """Groups of threads in a block, each on a row of its own.
 
-    More groups if ``columns`` of short rows are reduced: there are no more blocks than chunks, and each must have
-    enough loads in flight."""
+    More groups for ``columns`` of short rows: there are no more blocks than chunks, and each needs loads in flight."""
     threads = row_threads(length, small)
     if not columns:
         return max(1, ROWS_THREADS // threads)

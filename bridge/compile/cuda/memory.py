@@ -3,8 +3,7 @@
 Private pools of torch's allocator: memory for one owner's allocations, which returns to the device with the owner.
 torch ends the whole process when a ``torch.cuda.MemPool`` is destroyed while any thread allocates from a pool of the
 device: the destructor synchronizes, the allocator then refuses, and a destructor's error cannot be caught. The owner's
-last reference may go at any time, also inside another allocation when Python collects garbage. So a pool outlives its
-owner until it may be destroyed.
+last reference may go even inside another allocation, by garbage collection. So a pool outlives its owner as needed.
 
 Slot memory: results of dynamic size → the same address at each call, whatever the size, while no earlier result is
 alive. A slot is a private pool of torch's allocator with room for the largest size so far. Its first allocation while
@@ -149,8 +148,7 @@ _SHARE = 1 / 8
 class PoolMemory:
     """Memory of a private pool, see :class:`bridge.compile.graphs.recordings.Memory`; for the current device.
 
-    Falls back to ordinary memory if an allocator other than torch's own has no pools, or if another thread is using
-    this pool.
+    Falls back to ordinary memory with an allocator without pools, or while another thread is using this pool.
 
     Args:
         joined: tensors requested together are freed together: they share one allocation.
@@ -344,8 +342,7 @@ class SlotMemory:
 def rooms_of(sizes: Sequence[int], before: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Bytes for each of several results in one block: ``before`` if all fit.
 
-    Otherwise all rooms that are nearly full grow: results of one program grow together. ``before`` is ignored for
-    another number of results.
+    Otherwise all nearly full rooms grow: one program's results grow together. Ignores ``before`` of another length.
     """
     if len(before) != len(sizes):
         return tuple(sizes)

@@ -3,8 +3,7 @@
 By the library of torch's CUDA wheels: no compiler has to be installed, and no GPU or driver is needed. The library is
 called by ctypes. Kernels include no CUDA file: the headers that TVM's source includes are given in memory.
 
-Numbers follow IEEE: no contraction of products into sums, correctly rounded division and square root, no flush of
-denormals.
+Arithmetic is IEEE: products are not contracted, division and square root rounded correctly, denormals kept.
 """
 
 from __future__ import annotations
@@ -189,7 +188,6 @@ def _check(library: ctypes.CDLL, status: int) -> None:
 
 
 def _text(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
-    """One of a program's outputs."""
     size = ctypes.c_size_t()
     _check(library, getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
     content = ctypes.create_string_buffer(size.value)

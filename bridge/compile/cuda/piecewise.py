@@ -104,8 +104,7 @@ class _Between:
         views: all views, by slot; ``given``: places of a call's tensors, by slot; ``orders``: of parameters.
 
     Attributes:
-        memory: slot → memory of a result for the following graphs, except results in the caller's memory; allocated at
-            the first recording.
+        memory: slot → memory of a result for later graphs, unless it is the caller's; from the first recording.
     """
 
     def __init__(
@@ -256,8 +255,7 @@ class PiecewiseExecutor(CudaExecutor):
 
         Args:
             take: allocates memory for results of calls between graphs.
-            copies: ``(place, memory)`` of results that library calls allocate; if the run returns that memory, the
-                result is in it already.
+            copies: ``(place, memory)`` of results that library calls allocate; returned if the run wrote it.
             branches: launches steps off the critical path on a second stream.
             captures_states: whether a graph may copy generators' states to the device: its launch then takes the call's
                 states. Otherwise a piece before it copies them.
@@ -277,11 +275,9 @@ class PiecewiseExecutor(CudaExecutor):
 
     @torch.inference_mode(False)  # it serves runs of any mode
     def _state(self) -> torch.Tensor:
-        """Memory for a generator's state on the device."""
         return VF.empty(2, dtype=torch.uint64, device=self._device)
 
     def _bring(self, given: Sequence[torch.Tensor]) -> None:
-        """Copies a call's states to the device."""
         bring(self._states_of(given))
 
     def _states_of(self, given: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -54,8 +54,7 @@ class CudaProducts:
 
     The algorithm follows from the shape, and from torch's settings, which are part of the compile options. cuBLASLt,
     which eager's linear layers also call, computes products of few rows: in TF32 with a transposed weight, otherwise
-    with a small matrix. cuBLAS reads and writes transposed matrices as fast, whereas a transposing kernel reads memory
-    with a stride.
+    with a small matrix. cuBLAS handles transposed matrices at full speed, whereas a transposing kernel is strided.
 
     Attributes:
         tf32: whether float32 products may be rounded to TF32.

@@ -1,8 +1,7 @@
 """CUDA's recorder: programs into CUDA graphs, with memory from private pools of torch's allocator.
 
-All graphs recorded for one stream share working memory (arena block, temporaries of torch's kernels): they run in the
-stream's order, one replay after another. Other runs on the stream, possibly in several threads at once, have blocks of
-their own.
+All graphs recorded for one stream share working memory (arena block, temporaries of torch's kernels): they run one
+after another. Other runs on the stream, possibly in several threads at once, have blocks of their own.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ _RECORDING = free_in_children(threading.RLock())
 """Held while a stream is captured."""
 
 _GROWTH = 1.5
-"""Growth factor of the block that a stream's recordings share: earlier recordings keep smaller blocks, whose sum is
-then not much more than the last one."""
+"""Growth factor of a stream's shared block: the smaller blocks of earlier recordings then sum up to about the last."""
 
 _SAVED = 0.1
 """Expected saving by the second stream, as a part of the device's time, for which alone a graph pays."""

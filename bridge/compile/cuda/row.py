@@ -54,8 +54,7 @@ _ENOUGH_BYTES = 96
 """Bytes of a row per thread: with as many, a block of one row keeps memory busy, and no row waits for another."""
 
 SHORT_ROW = WARP * _SHORT_TURNS
-"""Maximum elements of a row of dynamic length that a warp takes: each turn is code of its own, which costs NVRTC
-time."""
+"""Maximum elements of a row of dynamic length that a warp takes: each turn is code of its own, slow to compile."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +313,6 @@ class TaskPartials:
         return IfThenElse(position < number(self.length), sequence(stmts), None)
 
     def _copies(self, source: Buffer, there: Iterator[Expr], target: Buffer, here: Iterator[Expr]) -> list[Stmt]:
-        """Copies one vector, access by access."""
         return [BufferStore(target, BufferLoad(source, [a]), [b]) for a, b in zip(there, here, strict=True)]
 
     def _kept(self, index: int, width: int) -> Iterator[Expr]:

@@ -165,7 +165,6 @@ class _ScatterKernel:
         return self.number(self.plan.table) * self.length
 
     def _key(self, e: CudaEmitter, place: Expr) -> Expr:
-        """The key of a place."""
         plan, number = self.plan, self.number
         index: Expr = e.name_index(tirx.Cast(number.index_type, BufferLoad(self.indices, [place])), "index")
         if plan.wraps:
@@ -293,7 +292,6 @@ class _ScatterKernel:
         return sequence([allocation, BufferStore(at, first, zero), going])
 
     def _plus(self, total: Buffer, local: Buffer) -> Sequence[Stmt]:
-        """Adds a row's columns to their sums."""
         e, dtype = CudaEmitter(), compute_type(self.plan.dtype)
         for lane in range(self.lanes):
             at = [self.number(lane)]
@@ -314,5 +312,4 @@ class _ScatterKernel:
         return e.stmts
 
     def _vector(self, vector: Expr) -> Expr:
-        """The indices of a vector's elements."""
         return vector_at(vector * self.number(self.lanes), self.lanes)

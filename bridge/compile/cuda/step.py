@@ -1,7 +1,7 @@
 """Vector steps: a vector of a pass over the row → loads, a loop over its lanes, stores, in one thread.
 
-Vectors are loaded and stored as a whole if they are aligned, which the code checks unless the plan implies it;
-arithmetic is scalar, lane by lane.
+Aligned vectors are loaded and stored as a whole; the code checks alignment unless the plan implies it. Arithmetic is
+scalar, lane by lane.
 
 Early reads: operands of a later pass that all rows share → read in the first pass, with the row itself. A norm's weight
 is then loaded while the row is in flight, not after its statistics: each wait for memory is some hundred cycles, in
@@ -9,8 +9,7 @@ which the threads of a few rows have nothing else to do.
 
 Masks vector by vector: a recomputed dropout mask whose lanes share one call of the generator → that call, once. A
 thread of eager's kernel that loads four or eight elements uses one call's four numbers for four adjacent elements, as
-does attention's, with one sequence of numbers. Our thread computes the same four if its vectors begin at multiples of
-four.
+does attention's, with one sequence of numbers. So does our thread if its vectors begin at multiples of four.
 """
 
 from __future__ import annotations
@@ -299,12 +298,10 @@ class ThreadStep(PassStep):
         return self._load_vector(buffer, self.first(read.access), is_at_multiples(read.access, self._width(buffer)))
 
     def _index(self, access: Access) -> Expr:
-        """Index of this lane's element."""
         index, step = self.first(access), access.columns[-1]
         return index + self.lane * self.scope.number(step) if self.lanes > 1 and step != 0 else index
 
     def _width(self, buffer: Buffer) -> int:
-        """Elements of one access."""
         return min(self.lanes, ACCESS_BYTES // itemsize(str(buffer.dtype)))
 
     def _pieces(self, buffer: Buffer, index: Expr) -> list[tuple[list[Expr], list[Expr]]]:

@@ -78,8 +78,7 @@ class Verdicts:
 class LaunchCost:
     """Times runs of a program, at any sizes, without waiting for the device. One thread at a time.
 
-    The device's time from the first to the last launch equals the host's if the device waits for launches; otherwise
-    it is the program's own.
+    If the device waits for launches, its time from the first to the last launch is the host's, else its own.
 
     Other work on the processor or device must not decide the verdict. Runs in which this thread lost its processor do
     not count, a round takes its shortest times, and two successive rounds must agree.

@@ -89,7 +89,6 @@ class GraphedExecutor:
 
     @cached_property
     def _on_host(self) -> tuple[int, ...]:
-        """Places of the inputs on the host."""
         return tuple(place for place, each in enumerate(self._program.layout.params) if each.lies_on_host)
 
     def __len__(self) -> int:
@@ -264,9 +263,8 @@ class GraphedExecutor:
 class EntryGraphs:
     """State that the recorded programs of an entry share, for all sizes.
 
-    Each use (outputs, gradients, …) has its own memory, so a kept output does not move the addresses of gradients.
-    Each result of dynamic size has its own memory. Tensors that are freed together share a block: new values of
-    buffers, and saved tensors.
+    Each use (outputs, gradients, …) has its own memory, so a kept output does not move the addresses of gradients; so
+    has each result of dynamic size. Tensors that are freed together share a block: buffers' new values; saved tensors.
     """
 
     def __init__(self, control: RecordedGraphs):
@@ -288,8 +286,7 @@ class EntryGraphs:
     def backward(self, program: Program, execute: Execute, whole: Program, grad_outs: int) -> Execute:
         """The executor of a backward program, whose last ``grad_outs`` inputs are gradients of outputs.
 
-        Each replay copies scalar gradients (a loss's): autograd allocates them anywhere, and a recording per address
-        would cost more.
+        Each replay copies scalar gradients (a loss's), whose addresses vary: a recording for each would cost more.
         """
         params = program.layout.params
         first = len(params) - grad_outs
@@ -332,7 +329,6 @@ class EntryGraphs:
         return found
 
     def _moves(self) -> int:
-        """How often memory of results moved."""
         return sum(memory.grown for memory in tuple(self._memories.values()))
 
 

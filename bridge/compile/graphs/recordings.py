@@ -147,8 +147,7 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and element type of a dense tensor."""
 
 Replay = Callable[[Sequence[torch.Tensor]], Any]
-"""Replays a recording: takes inputs and results' memory in a row if the program has inputs on the host, else an empty
-sequence."""
+"""Replays a recording: takes inputs and results' memory in a row if the program has host inputs, else nothing."""
 
 
 def nbytes(form: Form) -> int:
@@ -221,8 +220,7 @@ class GraphRecorder(Protocol):
         """New memory for results.
 
         Args:
-            varies: for a result, or a block of results that are freed together, of any size: the start address is the
-                same for all sizes.
+            varies: for a result, or results that are freed together, of any size, at one start address for all sizes.
             joined: for results that are freed together, of one size.
         """
 

@@ -239,8 +239,7 @@ class Fallback:
 class Product(OneOut):
     """``out = a @ b`` by the backend's generated product function of an element type.
 
-    It reads the operands' values in the memory layouts of the plan. With ``onto``, it adds the product to that value,
-    in place.
+    It reads the operands' values in the plan's memory layouts. With ``onto``, it adds to that value, in place.
     """
 
     operands: tuple[Operand, ...]

@@ -51,8 +51,7 @@ class LookupPlan:
 
     Attributes:
         dtype: element type of the table; ``index_dtype``: of the indices.
-        length: number of indices, a constant or a launch argument; ``table``: number of rows; ``columns``: elements of
-            each.
+        length: number of indices, a constant or launch argument; ``table``: its rows; ``columns``: elements of a row.
         wraps: whether negative indices count from the end.
     """
 
@@ -111,12 +110,10 @@ class ScatterPlan:
     Attributes:
         dtype: element type of rows and table.
         index_dtype: of the indices.
-        length: number of rows, a constant or a launch argument; ``table``: number of table rows; ``columns``: elements
-            of each.
+        length: number of rows, a constant or launch argument; ``table``: its rows; ``columns``: elements of a row.
         skipped: the table row that stays zero, or ``None``.
         wraps: whether negative indices count from the end.
-        is_sorted: whether sorted keys, followed by one larger than all, take the place of indices. A key is
-            ``index * length + place``.
+        is_sorted: whether sorted keys, and one larger than all, replace indices. A key: ``index * length + place``.
     """
 
     dtype: str

@@ -6,8 +6,7 @@ kernel turns the final view into index expressions, a library call into one stri
 fail (``None``): the caller then makes the view dense first.
 
 Extents, strides and offsets may be symbolic. Results hold for all sizes: a function proves its assumptions, or takes
-the general case (an extent that may be 1 stays a dimension). Only the validity of an operation or the end of a slice
-may become a guard.
+the general case (an extent that may be 1 stays). Only an operation's validity or a slice's end may become a guard.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ Moments of columns: sums of squared differences from a mean → sums of values a
 batch normalization sums up a tensor for its mean, and reads it again for its variance. The sum of squares minus the
 squared sum over the count is the same number, but a mean much larger than the differences would leave only rounding
 errors. Not so for half types: their squares have 16 or 22 of float64's 53 digits, so sums of thousands of them are
-exact; a mean that still hides the differences has hidden them in the half type as well. For processors whose float64
-sums are limited by memory bandwidth.
+exact, and no mean hides differences that the half type has. For processors whose float64 sums are memory-bound.
 
 Normal distribution: GELU and its gradient for a half type → operators of the distribution, which have fast kernels.
 ``0.5 * (1 + erf(x * sqrt(0.5)))`` is the probability of a number below ``x``, ``exp(-0.5 * (x * x))`` its density up to
@@ -228,8 +227,7 @@ def generate_lookups(graph: Graph, rules: Rules) -> Graph:
 
     For a dynamic length, the sample's decides whether indices are sorted first.
 
-    Safe: rows are copied; each element of a gradient is the sum of the same numbers, rounded once, in an order that is
-    the same in every run.
+    Safe: rows are copied; an element of a gradient is the same sum, rounded once, in the same order in every run.
     """
     placed = Placed()
     for node in graph.nodes:

@@ -15,13 +15,11 @@ Padded products: a large product of misaligned rows → a part of a product of m
 has full-speed kernels for matrices whose extents along memory are multiples of 16 bytes, and slow ones for others: with
 a vocabulary of 30522 words a language model's head takes up to three times as long (an H200, bfloat16 and TF32). The
 zeros add zeros to a sum, and the extra rows and columns have no consumer. The producer of a matrix writes it padded
-where it can (:class:`~bridge.compile.loop_ir.graph.Pad`), once for all products; consumers of the result read a part
-of a wider one.
+where it can (:class:`~bridge.compile.loop_ir.graph.Pad`), once; consumers of the result read a part of a wider one.
 
 Wide gradients: a gradient's half-type product or sum that is cast to float32 → one with a float32 result. Both are
-summed in float32 in either case; this saves the rounding to the half type, its memory and the casting kernel. So the
-gradients of autocast's weights and biases are more exact than eager's. For gradients alone: the values of a forward are
-rounded where eager rounds them.
+summed in float32 in either case; this saves the rounding to the half type, its memory and the casting kernel. So
+gradients of autocast's weights and biases are more exact than eager's; a forward's values keep eager's rounding.
 """
 
 from __future__ import annotations

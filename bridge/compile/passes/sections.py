@@ -11,8 +11,7 @@ kernel reads stays: it needs no memory at all.
 
 Slices: a slice of the result of cheap arithmetic → the arithmetic on slices of its operands. Example: ``exp(y[:, :4])``
 and ``z + y[:, 4:]`` read ``y = x * s``: two products of halves, and ``y`` is dead. If only slices of a value are read,
-and no element twice, any arithmetic is computed on them: the kernel that applies an LSTM's activations adds up its
-gates.
+and no element twice, any arithmetic is: the kernel that applies an LSTM's activations adds up its gates.
 
 Separate parts: loops that read a concatenation in parts → they read its operands. The backward of a loop reads the
 state before each step: the first state, then the forward's stacked states except the last. The last executed step reads

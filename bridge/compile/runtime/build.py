@@ -282,8 +282,7 @@ def build_kernels(
         funcs: names and functions.
         key: of the backend; functions of different backends share nothing.
         libraries: makes a library of functions.
-        together: one library for all, also for functions with schedulable blocks; ``libraries`` is told that all are
-            loops.
+        together: one library for all, even with schedulable blocks; ``libraries`` is told that all are loops.
     """
     keys = [(key, structural_hash(func)) for _, func in funcs]
     with _LOCK:

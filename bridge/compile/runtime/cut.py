@@ -1,16 +1,14 @@
 """Cutting: a program and places between its steps → segments, each with the tensors it takes from earlier ones.
 
 Liveness: instructions → for each tensor with memory of its own, the steps that make, change and read it. A view shares
-the memory of its *root*: the parameter, constant, intermediate or result that it is a view of. A statement about a root
-holds for all of its views.
+the memory of its *root* (a parameter, constant, intermediate or result), and statements about a root hold for it.
 
 Views of results: steps at a program's end → right after the steps that compute their base. A consumer of one result, as
 of one gradient of many, then waits only for that.
 
 Segments are programs that, one after another, do the same as the whole. The steps are the same, in the same order, on
-tensors of the same geometry, so every result has the same bits. A segment has its own arena; tensors that later
-segments read are among its results, and views are made again in each segment. No memory is written on both sides of a
-cut.
+tensors of the same geometry, so every result has the same bits. A segment has its own arena; its results include
+values that later segments read; views are made again in each segment. No memory is written on both sides of a cut.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ class Liveness:
         registers: all roots except constants, by slot.
         views: the view instructions, by slot.
         constants: slots of constants.
-        made: root that is no parameter and no constant → its first writing step; -1 for an empty tensor, which no step
-            writes.
+        made: root that is no parameter and no constant → its first writing step; -1 for an empty tensor.
         born: slot that is no parameter → the step that fills it; -1 for a slot that is filled from the start.
         changed: root → its last writing step.
         touched: root → the last step that reads or writes it, also through a view.
@@ -145,8 +142,7 @@ def cut(program: Program, places: Sequence[int], name: str) -> tuple[Segment, ..
     """The segments of a program, one more than ``places``.
 
     Args:
-        places: ascending, each one of :attr:`Liveness.boundaries`, the beginning or the end; two equal places give a
-            segment without steps.
+        places: ascending, each of :attr:`Liveness.boundaries`, the beginning or the end; repeats give empty segments.
         name: of the segments' programs.
 
     Raises:
@@ -257,7 +253,6 @@ class _Part:
         )
 
     def _slot(self, slot: int) -> int:
-        """The slot's number in this part."""
         return self._slots.setdefault(slot, len(self._slots))
 
     def _renumbered(self, step: Instruction) -> Instruction:

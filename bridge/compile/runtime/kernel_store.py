@@ -174,8 +174,7 @@ def kept_kernels(
 
 @dataclass(frozen=True, eq=False)
 class _Loaded:
-    """Functions of libraries from disk, in place of a :class:`~bridge.compile.runtime.build.Build`; keeps the libraries
-    loaded."""
+    """Functions of loaded libraries, in place of a :class:`~bridge.compile.runtime.build.Build`."""
 
     functions: tuple[tvm_ffi.Function, ...]
     seconds: float = 0.0

@@ -50,8 +50,7 @@ class ArenaPlan:
 def plan_arena(lifetimes: Mapping[Value, tuple[int, int]]) -> ArenaPlan:
     """Offsets for values alive from their first to their last step, inclusive, at the sample's sizes.
 
-    Largest first, each at the lowest offset that is free during its life: within a few per cent of the lower bound on
-    training graphs, and deterministic.
+    Largest first, each at its lowest free offset: deterministic, within a few per cent of the bound on training graphs.
     """
     placed: list[tuple[int, int, int, int]] = []  # begin, end, first, last
     offsets: dict[Value, int] = {}
@@ -373,8 +372,7 @@ class InputForms:
         return turned
 
     def as_they_lie(self, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Strided]:
-        """The inputs, with the strides of those not dense in their slots' order; beyond ``_MAX_LOOKS`` variants, dense
-        copies. Raises like :meth:`dense`."""
+        """The inputs, and the strides of non-dense ones; beyond ``_MAX_LOOKS`` variants, dense copies."""
         known = () if any(map(is_nested, inputs)) else self._looks
         strided = next((strided for alike, strided in known if alike(inputs)), None)
         strided = self._look(inputs) if strided is None else strided

@@ -61,7 +61,6 @@ def chained(
 
 
 def _is_chain(step: Sequence[Group]) -> bool:
-    """Whether the groups of a launch are a chain."""
     return len(step) > 1 and isinstance(step[0].nodes[0], Product)
 
 

@@ -111,8 +111,7 @@ class _LoopAction:
     def _in_order(
         self, actions: Sequence[Action], views: Sequence[Action]
     ) -> tuple[tuple[Action, ...], tuple[Action, ...], list[tuple[Instruction, Action]]]:
-        """Actions before the first step, actions of each step, and the latter with their instructions; leaves out views
-        without consumers."""
+        """Actions before the first step, and of each step, with its instructions; leaves out unread views."""
         steps = self._loop.steps
         looked_at = {slot for step in steps for slot in step.reads}
         looked_at.update(slot for _, slot in (*self._copied, *self._kept, *self._turns, *self._moved))
@@ -312,8 +311,7 @@ class _LoopAction:
 
 
 def _apart(whole: torch.Tensor) -> torch.Tensor:
-    """New memory for a stacked tensor whose parts are dense and aligned for vector reads; the tensor itself if its
-    parts are."""
+    """A stacked tensor if its parts are aligned for vector reads, else new memory with padding between parts."""
     part = whole[0]
     if whole.device == HOST or not part.nbytes % ACCESS:
         return whole

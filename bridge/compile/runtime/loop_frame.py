@@ -26,16 +26,14 @@ __all__ = ["Addresses", "Drive", "Instruction", "LoopFrames", "RunLoop", "inner_
 
 @dataclass(frozen=True)
 class RunLoop:
-    """Runs a body ``length`` times (an extent is known when the program is bound), from the last step to the first if
-    ``reverse``.
+    """Runs a body for ``length`` steps (an extent is known when the program is bound), the last first if ``reverse``.
 
     ``reads``: the initial carries, stacked tensors of which each step reads its part, tensors that every step reads,
     then ``constants``, which fill these slots of the body, then separate parts of the xs ``apart`` (see
     :class:`~bridge.compile.loop_ir.graph.LoopCall`). ``writes``: the last carries, stacked tensors of which each step
     fills its part, and scratch memory: the body's arena and a place for each carry.
 
-    The body has its own registers: parameters are carries, parts of ``xs`` and tensors that every step reads; results
-    are the next carries, then parts.
+    The body has its own registers: parameters are carries, xs' parts, and common tensors; results are carries, parts.
     """
 
     name: str

@@ -86,8 +86,8 @@ class Program:
     def bind(self, sizes: Mapping[str, int]) -> Callable[..., list[torch.Tensor]]:
         """The executor for given sizes of the symbols, by name; :attr:`executor` without symbols.
 
-        The most recently used executors are kept, bounded in number and in bytes. ``ValueError`` for a missing size,
-        or an invalid one, naming the guard.
+        Keeps the most recently used executors, bounded in number and bytes. ``ValueError`` names a missing size, or the
+        guard that an invalid one breaks.
         """
         return self.at(sizes).executor
 
@@ -145,7 +145,6 @@ class Program:
 
     @property
     def _symbols(self) -> list[str]:
-        """Names of the symbols, in the order of their scope."""
         return [symbol.name for symbol in self.scope.samples]
 
     @property
@@ -156,8 +155,7 @@ class Program:
     def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
         """Runs on inputs in parameter order, of any strides.
 
-        With ``consume``, ``inputs`` is a list that is emptied, and each input is released after its last reading step,
-        so that its memory can be reused.
+        With ``consume``, ``inputs`` is a list that is emptied; each input is released after its last reading step.
 
         Results are new dense tensors (views of one another only if one is a reshape of another), in the memory order of
         the options, or the input object itself if a result is a parameter. Autograd records nothing. ``ValueError`` if

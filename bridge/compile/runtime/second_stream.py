@@ -104,7 +104,6 @@ def _waited_for(steps: Sequence[Instruction], views: Iterable[MakeView]) -> list
 
 
 def _critical_path(before: Sequence[Collection[int]], seconds: Sequence[float]) -> list[int]:
-    """The longest chain of dependent steps by time, in order."""
     takes: list[float] = []
     for index, others in enumerate(before):
         takes.append(seconds[index] + max((takes[other] for other in others), default=0.0))

@@ -85,8 +85,7 @@ def load(path: str | os.PathLike, backend: Backend) -> Program:
         backend: the backend that the program was compiled for, with or without its choices.
 
     Raises:
-        ValueError: the file is no program, damaged, for another backend, or of other versions of torch, TVM or this
-            package.
+        ValueError: no program, damaged, for another backend, or of another version of torch, TVM or this package.
         OSError: the file cannot be read.
     """
     try:

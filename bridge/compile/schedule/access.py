@@ -8,8 +8,7 @@ sizes choose the cut that begins a row.
 
 Accesses: a view in an iteration space → index arithmetic as data, its numbers collected as launch arguments. A number
 that may differ between launches of one kernel is an :class:`Argument`: offsets of windows, strides between rows,
-extents of rows. A number that vector code is specialized for stays a constant: the step from element to element, loops
-inside a row.
+extents of rows. Vector code is specialized for other numbers: the step between elements, loops inside a row.
 """
 
 from __future__ import annotations
@@ -181,8 +180,7 @@ def access(space: Space, operand: Operand, scale: Dim, arguments: Arguments, *, 
 
 
 def window(operand: Operand, rows: Sequence[Dim], columns: Sequence[Dim]) -> Hashable:
-    """Identifies an access. A window on part of a tensor is identified by its tensor as well: windows on two tensors
-    may differ in another launch."""
+    """Identifies an access; for a window on part of a tensor, with the tensor: other launches' windows may differ."""
     view = operand.view
     touched = math.prod(extent for extent, stride in zip(view.shape, view.strides, strict=True) if not same(stride, 0))
     part = not below(operand.value.numel - touched, 1)

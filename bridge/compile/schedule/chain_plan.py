@@ -45,12 +45,10 @@ PACKED = "packed"
 """A library product with a constant second factor, packed once for its kernels."""
 
 IN_PANELS = f"{GENERATED} in panels"
-"""Generated code with a packed ``b``, which is constant or the same in every step of a loop. The bits are the same as
-with other generated algorithms."""
+"""Generated code with a packed ``b``, which is constant or the same in every step of a loop; no bit differs."""
 
 BY_ROWS = f"{IN_PANELS} by rows"
-"""The same, each thread with as many rows as the kernels around the product give it: in a loop a thread reads its own
-results. All threads read all panels."""
+"""The same, each thread with the rows that it has in neighbouring kernels, and all panels: it reads its own results."""
 
 CHAINED = f"{GENERATED} in a chain"
 """Generated code for both products of a chain (:mod:`bridge.compile.schedule.chain_plan`), with the same bits as other
@@ -313,8 +311,7 @@ def plan_chain(groups: Sequence[Group], stored: Collection[Value], rules: Rules)
 
 
 def _is_plain(rows: RowPlan, scores: int, n: int) -> bool:
-    """Whether a plan iterates over rows of ``n`` elements, reads the scores only at its own element and stores one
-    element for each."""
+    """Whether a plan iterates over rows of ``n`` elements, reads the scores only at its own element, and stores one."""
     if rows.columns != (n,) or rows.length != n or len(rows.outputs) != 1 or rows.nodes[rows.outputs[0]].per_row:
         return False
     if rows.walk.vectors is not None or rows.walk.tail is not None or rows.walk.batched or rows.buffer_row is not None:

@@ -217,8 +217,7 @@ def _end_behind(group: Group) -> None:
 
 
 def _reaches(start: Group, goal: Group) -> bool:
-    """Whether ``start`` depends on ``goal`` through a third group, whose ``last`` is then not before ``goal``'s first
-    node."""
+    """Whether ``start`` depends on ``goal`` through a third group, which then ends after ``goal``'s first node."""
     stack = [source for source in start.sources if source is not goal]
     visited: set[Group] = set()
     while stack:

@@ -51,8 +51,7 @@ class RowLimits:
         column_vectors: vectors of columns in one pass over the rows of a column reduction.
         access_bytes: that a thread of a kernel without reductions reads of a tensor at once: up to twice the order's
             lanes for half types; 0: always the order's lanes.
-        single_elements: of a kernel without reductions, up to which each thread has one element: vectors would leave
-            threads idle. 0: always vectors.
+        single_elements: of a kernel without reductions, up to which each thread has one; 0: always vectors.
         added_rows: maximum rows of a large column reduction that becomes additions; 0: none.
     """
 
@@ -98,8 +97,7 @@ class RecomputeLimits:
         cheap_shared: the same, if it is more, for values made only of tensors that all rows share.
         free_reads: operands smaller than the result by this factor are free to read again.
         small_casts: consumers larger than a tensor by this factor cast it, or count a range, themselves; 0: none.
-        read_again: maximum number of cheap operators by which each consuming kernel recomputes a large value that is
-            then not stored; 0: none.
+        read_again: maximum cheap operators of a large value that consuming kernels recompute, unstored; 0: none.
     """
 
     cheap_operations: int

@@ -10,9 +10,8 @@ It follows from the extents alone, never from the reduction's kernel.
   order, then the blocks in order: the rounding error grows with the rows of a block, the blocks and the chunks.
 
 A dynamic extent has the order of its value: the launch determines the numbers of accumulators and chunks. Bits may
-differ between a static and a dynamic entry only in a sum of two stages, whose cut depends on the size (see
-:meth:`ReductionOrder.stages`), in small rows (:attr:`ReductionOrder.small_rows`) and in columns of few rows
-(:attr:`ReductionOrder.whole_rows`).
+differ between a static and a dynamic entry only in a sum of two stages (:meth:`ReductionOrder.stages`), in small rows
+(:attr:`ReductionOrder.small_rows`) and in columns of few rows (:attr:`ReductionOrder.whole_rows`).
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class ReductionOrder:
         split: maximum elements that the first of two stages reduces; a row of twice as many, with few results, is
             reduced in two stages, for parallelism.
         block_rows: of a block of a chunk; 0: a chunk is one block, or the backend's kernels have an order of their own.
-        small_rows: elements of all rows together up to which as many threads as possible share a row; 0: none. Dynamic
-            sizes count as large.
+        small_rows: elements of all rows together up to which many threads share a row; 0: none. Not for dynamic sizes.
     """
 
     lanes: int

@@ -120,8 +120,7 @@ class Walk:
 
     Attributes:
         rows: of one batch: the leading extent that column reductions do not reduce (``batched``: it is not 1).
-        task_rows, chunks, tasks: rows of a task except the last of a batch, tasks per batch, tasks; none is empty.
-            ``None``: a single task.
+        task_rows, chunks, tasks: rows of a task (fewer in a batch's last), tasks per batch, tasks; ``None``: one task.
         block_rows: of column reductions, see :class:`~bridge.compile.schedule.order.ReductionOrder`; 0: no blocks.
             Their scratch memory has a row for each task, followed by as many rows for the blocks.
         parallel: whether threads pay for the tasks; ``parallel_second_stage``: for the sums over the tasks. If the
@@ -161,8 +160,7 @@ class RowPlan:
         index_type: an integer type that reaches every element.
         arguments: number of integers of a launch.
         lanes: of a vector.
-        accumulators: candidate numbers of vector accumulators of a reduction: the first that divides the row's vectors
-            is used, or 1.
+        accumulators: candidate numbers of vector accumulators; the first that divides the row's vectors is used, or 1.
         small: whether there is a reduction and all rows together have few elements, see
             :attr:`~bridge.compile.schedule.order.ReductionOrder.small_rows`.
     """
@@ -222,8 +220,7 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class KernelBuffers:
-    """The kernel's memory: inputs in order; results, partials of column reductions, and row buffers in scratch memory
-    (a row per task), by node."""
+    """The kernel's memory: inputs in order; results, partials of columns and row buffers in scratch memory, by node."""
 
     inputs: Sequence[Buffer]
     outputs: Mapping[int, Buffer]

@@ -78,7 +78,6 @@ def _parameter(builder: Builder, var: Var, mask: DrawnMask | None, order: tuple[
 
 
 def _bind(builder: Builder, var: Var, value: Expr) -> None:
-    """Translates one binding."""
     builder.hint = str(var.name)
     builder.env[var] = _translated(builder, value)
     _check(var, builder.env[var], value)

@@ -1,8 +1,7 @@
 """Library calls and the fallback: operators that torch's kernels or TVM's legalization compute → call nodes.
 
-A torch operator becomes a node that names a function of :mod:`bridge.library`. Relax operators become kernels that
-write into given tensors; library functions (see :mod:`autodiff.library`) allocate their results. Transposed and sliced
-operands are passed as strided views.
+Relax operators become kernels of :mod:`bridge.library` that write into given tensors; library functions (see
+:mod:`autodiff.library`) allocate their results. Transposed and sliced operands are passed as strided views.
 """
 
 from __future__ import annotations
@@ -185,7 +184,6 @@ def _fallback(builder: Builder, call: Call) -> Operand | list[Operand]:
 
 
 def _tensor_types(call: Call) -> Iterator[TensorType]:
-    """The tensor types of a call's result and arguments."""
     types = [call.ty, *(arg.ty for arg in call.args if isinstance(arg, Var | Constant | Tuple))]
     while types:
         ty = types.pop()
