@@ -61,7 +61,6 @@ def _model(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 
 def _high_water() -> float:
-    """MiB of this process's peak resident memory."""
     return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10
 
 

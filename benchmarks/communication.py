@@ -95,7 +95,6 @@ def told(lanes: list[Lanes]) -> str:
 
 
 def _merged(ranges: list[Range]) -> list[Range]:
-    """Overlapping ranges merged into disjoint ones."""
     found: list[Range] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:
@@ -110,7 +109,6 @@ def _length(ranges: list[Range]) -> float:
 
 
 def _shared(one: list[Range], other: list[Range]) -> float:
-    """The length of the intersection."""
     total, place = 0.0, 0
     for begin, end in one:
         while place < len(other) and other[place][1] <= begin:

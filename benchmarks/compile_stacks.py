@@ -119,7 +119,6 @@ CASES: dict[str, Callable[[int], Seconds]] = {
 
 
 def _cold(case: str, layers: int) -> Seconds:
-    """The measurement in a new process with an empty compiler cache."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
         command = [sys.executable, "-m", "benchmarks.compile_stacks", "--case", case, "--layers", str(layers)]

@@ -139,11 +139,7 @@ def resident() -> int:
 
 
 def measure(name: str, *, rows: int, width: int, early: int = EARLY, late: int = LATE) -> tuple[int, int, int]:
-    """Runs a workload for ``late`` steps.
-
-    Returns:
-        resident bytes after ``early`` and after ``late`` steps, and the number of dispatched calls.
-    """
+    """Runs a workload → resident bytes after ``early`` and ``late`` steps, number of dispatched calls."""
     torch.manual_seed(0)
     module = Block(width)
     sample = torch.randn(rows, width, requires_grad=name == "failures")

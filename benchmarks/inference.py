@@ -52,12 +52,7 @@ class Encoder(nn.Module):
 
 @dataclass(frozen=True)
 class Peer:
-    """A callable that answers a batch.
-
-    Attributes:
-        call: ids and mask → hidden states.
-        first_seconds: from the plain module to the first answer.
-    """
+    """A model that answers batches: ``call``: ids and mask → hidden states; seconds until its first answer."""
 
     call: Callable[..., Tensor]
     first_seconds: float

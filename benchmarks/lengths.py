@@ -66,11 +66,7 @@ def batch(length: int, seed: int) -> Batch:
 
 @dataclass
 class Peer:
-    """A model in training, and the results of its turns.
-
-    Attributes:
-        tokens, seconds: of each turn, padding counted.
-    """
+    """A model in training, with the tokens (padding counted) and seconds of each turn."""
 
     module: nn.Module
     length: int | None = None

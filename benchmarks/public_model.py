@@ -375,20 +375,17 @@ def _calls(peer: Peer) -> Row:
 
 
 def _emptied() -> None:
-    """Frees unreferenced memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _lacks_room(error: BaseException) -> bool:
-    """Whether an error is a lack of memory, from any library."""
     words = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(each in str(error) for each in words)
 
 
 def _words(error: BaseException) -> str:
-    """An error in a line."""
     return _shown(f"{type(error).__name__}: {error}")
 
 

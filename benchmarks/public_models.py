@@ -132,7 +132,6 @@ OPTForCausalLM PLBartForConditionalGeneration RobertaForCausalLM T5Small XLNetLM
 
 
 def _config(name: str, small: bool) -> Any:
-    """The configuration of a model of HuggingFace's list."""
     import transformers
 
     architecture, options = _PUBLISHED.get(name, (name, _OPTIONS.get(name, {})))

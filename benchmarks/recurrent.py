@@ -123,11 +123,7 @@ OF_OURS = ("ours", "launched", "unrolled")
 
 
 class Peer:
-    """One peer on a module and a leaf of its own.
-
-    Attributes:
-        first_seconds: from the plain module to its first gradients.
-    """
+    """One peer on a module and a leaf of its own; ``first_seconds``: from the plain module to its first gradients."""
 
     def __init__(self, make: Callable[[nn.Module, Tensor], nn.Module], module: nn.Module, x: Tensor, grad: Tensor):
         self.x, self.grad = x.detach().clone().requires_grad_(), grad

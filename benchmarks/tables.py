@@ -66,7 +66,6 @@ def mebibytes(title: str, way: str) -> Column:
 
 
 def _told(errors: dict[str, str]) -> str:
-    """Errors by their peer's name, as a cell."""
     return "; ".join(f"{name}: {words}" for name, words in errors.items() if name not in ("eager", "ours"))
 
 

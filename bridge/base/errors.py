@@ -168,11 +168,7 @@ def is_user_file(filename: str) -> bool:
 
 
 def user_line(source: str | traceback.StackSummary | BaseException | None) -> str | None:
-    """``file:line: code`` of the innermost user frame, or ``None``.
-
-    Args:
-        source: a formatted stack trace (``node.meta["stack_trace"]``), a stack, or an exception.
-    """
+    """``file:line: code`` of the innermost user frame of a formatted trace, a stack or an exception, or ``None``."""
     if source is None:
         return None
     if isinstance(source, str):

@@ -8,12 +8,9 @@ __all__ = ["refuse_free_threaded"]
 
 
 def refuse_free_threaded() -> None:
-    """Refuses builds of Python without a global interpreter lock.
+    """Raises ``ImportError`` in builds of Python without a global interpreter lock.
 
     Guards, entries and the capture's patches of torch rely on that lock between bytecodes; unproven without it.
-
-    Raises:
-        ImportError: the build is free-threaded.
     """
     if "free-threading" in sys.version:  # the sign named in Python's documentation
         raise ImportError(

@@ -137,8 +137,7 @@ class TensorChecks(NamedTuple):
 def tensor_checks(tensors: Sequence[torch.Tensor], given_twice: bool = True) -> TensorChecks:
     """The test for tensors with the properties of a sample, which it does not keep alive.
 
-    Args:
-        given_twice: whether it accepts a tensor given twice where the sample's are different; faster to make without.
+    ``given_twice``: whether it accepts a tensor given twice where the sample's are different; faster to make without.
     """
     if tensors and _dynamo_is_exact():
         if not given_twice and len(set(map(id, tensors))) == len(tensors):

@@ -47,12 +47,7 @@ _release = find("torch._C._cuda_releasePool", None)
 
 
 class memory_of_pool:
-    """While active, this thread allocates on a device from a pool, as under ``torch.cuda.use_mem_pool``.
-
-    Args:
-        index: of the device.
-        pool: the pool's ``id``.
-    """
+    """While active, this thread allocates on device ``index`` from a pool (its ``id``), as under ``use_mem_pool``."""
 
     __slots__ = ("_index", "_pool")
 
@@ -170,9 +165,5 @@ _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
 def settings_of_layers(cell: str, size: int, layers: int, both_ways: bool) -> list[object]:
-    """The settings of cuDNN's forward and backward operators, from the cell kind on; no dropout, no projections.
-
-    Args:
-        size: elements of a state.
-    """
+    """cuDNN's recurrent settings for states of ``size``, from the cell kind on; no dropout, no projections."""
     return [_MODES[cell], size, 0, layers, False, 0.0, True, both_ways, [], None]

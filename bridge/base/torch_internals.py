@@ -40,11 +40,7 @@ class MissingInternalError(ImportError):
 
 
 def find(path: str, fallback: Any = _REQUIRED) -> Any:
-    """The object at a dotted path below ``torch``, or the fallback; for the files of this package.
-
-    Raises:
-        MissingInternalError: there is neither.
-    """
+    """The object at a dotted path below ``torch``, or the fallback; :class:`MissingInternalError` without either."""
     parts = path.split(".")
     found: Any = torch
     for end, part in enumerate(parts[1:], start=2):

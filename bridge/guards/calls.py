@@ -79,8 +79,7 @@ class CallAnalysis(Sources):
     ) -> None:
         """Notes the reads of a function in C before its call.
 
-        Args:
-            given: the possible values of each argument, and of each keyword by name; ``None``: taken from ``call``.
+        ``given``: the possible values of each argument, and of each keyword by name; ``None``: taken from ``call``.
         """
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         bound = type(owner).__name__ == "PyCapsule" or type(owner).__module__ == "pybind11_builtins"

@@ -105,9 +105,7 @@ CHANGES_FILES = _PROCESS, OUTSIDE
 def effect_of_function(module: str, name: str, arguments: int, stream: Any = None) -> tuple[str, str] | None:
     """The reason why a compiled call cannot run a function in C, and the remedy; ``None`` if it can.
 
-    Args:
-        arguments: their number.
-        stream: the ``file`` argument of ``print``.
+    ``arguments``: their number; ``stream``: the ``file`` argument of ``print``.
     """
     if (module, name) == ("_locale", "setlocale"):
         return CHANGES_FILES if arguments > 1 else None

@@ -19,11 +19,7 @@ __all__ = ["Insides"]
 
 
 class Insides(World):
-    """A world whose objects' contents are noted as well.
-
-    Attributes:
-        writes: how often contents may have been written.
-    """
+    """A world whose objects' contents are noted as well; ``writes``: how often contents may have been written."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._followed, self.writes = set[tuple](), 0

@@ -372,7 +372,6 @@ class Reads(CallAnalysis):
         return bool(called) and all(is_a(each, FunctionType | torch.nn.Module) or each is isinstance for each in called)
 
     def _write(self, frame: Frame, write: tuple) -> None:
-        """Notes a place before a write to it."""
         if write[0] == "global":
             self.name(frame.globals, write[1], Place("global", write[1]))
             return

@@ -96,11 +96,7 @@ class Settling:
 
 @contextmanager
 def undo(module: nn.Module | None = None) -> Iterator[Undo]:
-    """Yields an :class:`Undo` of the runs of forward that this thread records inside.
-
-    Args:
-        module: that they run on; ``None``: they run on twins of it.
-    """
+    """Yields an :class:`Undo` of this thread's recorded runs of forward on ``module``; ``None``: on its twins."""
     made, outer = Undo(module), getattr(_active, "undos", ())
     _active.undos = (*outer, made)
     try:

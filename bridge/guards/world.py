@@ -347,7 +347,6 @@ class World(Changes):
         return []
 
     def _dict(self, owner: Any) -> list[Any]:
-        """Notes a read of ``__dict__``."""
         if is_a(owner, nn.Module):
             self.all(owner)
             return []

@@ -214,8 +214,7 @@ _SHORT_ROW = 1024
 def pad_into(out: Tensor, x: Tensor, begins: Sequence[int], number: float = 0) -> None:
     """Writes a tensor into ``out`` from the positions ``begins`` on, and ``number`` into the rest.
 
-    Args:
-        out: dense, on the tensor's device and of its dtype, with as many axes and enough room.
+    ``out``: dense, on the tensor's device and of its dtype, with as many axes and enough room.
     """
     whole = not out.is_cuda and out.shape[-1] != x.shape[-1] and out.shape[-1] * out.element_size() < _SHORT_ROW
     inside = out.fill_(number) if whole else out

@@ -137,19 +137,16 @@ def _cat(outs: Tensors, args: Tensors, axis: int) -> None:
 
 @out_kernel("copy")
 def _copy(outs: Tensors, args: Tensors) -> None:
-    """A dense copy of the arg."""
     outs[0].copy_(args[0])
 
 
 @out_kernel("stack")
 def _stack(outs: Tensors, args: Tensors, axis: int) -> None:
-    """Stacks the args along a new axis."""
     VF.stack(list(args), axis, out=outs[0])
 
 
 @out_kernel("flip")
 def _flip(outs: Tensors, args: Tensors, axis: int) -> None:
-    """Reverses the arg along an axis."""
     aten.flip.out(args[0], [axis], out=outs[0])
 
 
@@ -203,7 +200,6 @@ def _take(outs: Tensors, args: Tensors, axis: int) -> None:
 
 @out_kernel("mm")
 def _mm(outs: Tensors, args: Tensors) -> None:
-    """A matrix product."""
     VF.mm(args[0], args[1], out=outs[0])
 
 
@@ -247,7 +243,6 @@ def _mm_wide(outs: Tensors, args: Tensors) -> None:
 
 @out_kernel("bmm")
 def _bmm(outs: Tensors, args: Tensors) -> None:
-    """A batched matrix product."""
     VF.bmm(args[0], args[1], out=outs[0])
 
 

@@ -232,7 +232,6 @@ _Options = TypeVar("_Options")
 
 @functools.lru_cache(maxsize=64)
 def _read(kind: type[_Options], options: str) -> _Options:
-    """A call's options, from their JSON text."""
     return kind(**json.loads(options))
 
 
@@ -256,7 +255,6 @@ class _Layers(NamedTuple):
         return 4 if self.biases else 2
 
     def settings(self, size: int) -> list[object]:
-        """See :func:`~bridge.base.torch_cuda.settings_of_layers`."""
         return settings_of_layers(self.cell, size, self.layers, self.both_ways)
 
     def of_torch(self, x: Tensor, weights: list[Tensor], states: list[Tensor]) -> tuple[Tensor, ...]:

@@ -154,9 +154,7 @@ def with_own_gradient(output: torch.Tensor, gradient: torch.Tensor | None) -> to
 class OwnCall:
     """An application of a custom autograd Function.
 
-    Attributes:
-        forward: its nodes that run before; ``backward``: its nodes that autograd runs; ``outputs``: its results, read
-            by later nodes.
+    ``forward``: its nodes that run before; ``backward``: its nodes that autograd runs; ``outputs``: its results.
     """
 
     def __init__(

@@ -47,11 +47,7 @@ _ALIGNED = 16
 
 
 class FusedDropout:
-    """The mask of one dropout.
-
-    Args:
-        draw: of :data:`NATIVE_DROPOUT`.
-    """
+    """The mask of one dropout, a draw of :data:`NATIVE_DROPOUT`."""
 
     def __init__(self, draw: Draw):
         self._draw, self._operand = draw, draw.operand
@@ -60,11 +56,9 @@ class FusedDropout:
         self._count = torch.Size(draw.shape).numel()
 
     def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The mask, from the device's default generator.
+        """The mask, from the device's default generator; ``inputs``: the dropout may read the memory of one.
 
-        Args:
-            generator: if given, only advances this generator: the operator takes none.
-            inputs: module tensors and arguments: the dropout may read the memory of one.
+        ``generator``: if given, only advances this generator, since the operator takes none.
         """
         if generator is not None:
             self._move(generator)
@@ -89,11 +83,7 @@ class FusedDropout:
 
 
 class FusedSteps:
-    """The masks of a loop's steps as one draw: a row for each step.
-
-    Args:
-        draw: a draw with ``steps``.
-    """
+    """The masks of a loop's steps as one draw (with ``steps``): a row for each step."""
 
     def __init__(self, draw: Draw):
         self._shape = draw.shape
@@ -119,21 +109,13 @@ def mask_of_attention(shape: Sequence[int], rate: float, device: torch.device) -
 
 
 class AttentionMask:
-    """The mask of one attention's weights, in memory.
-
-    Args:
-        draw: an attention mask (``is_attention_mask``).
-    """
+    """The mask of one attention's weights (a draw with ``is_attention_mask``), in memory."""
 
     def __init__(self, draw: Draw):
         self._draw = draw
 
     def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The mask, from the device's default generator.
-
-        Args:
-            generator: if given, only advances this generator: the operator takes none.
-        """
+        """See :meth:`FusedDropout.draw`."""
         draw = self._draw
         if generator is not None:
             generator.set_offset(generator.get_offset() + draw.advance)
@@ -150,10 +132,8 @@ _WIDEST = 16
 def computed_mask(draw: Draw, gpu: Callable[[], Gpu | None]) -> DrawnMask | None:
     """Eager's rule for a mask, by which a kernel computes it; ``None``: the mask is to be stored.
 
-    A rule for an input's memory holds at addresses that are multiples of :func:`alignment_of` it.
-
-    Args:
-        gpu: the GPU's size, called last; ``None`` where it does not draw as expected.
+    A rule for an input's memory holds at addresses that are multiples of :func:`alignment_of` it. ``gpu`` gives the
+    GPU's size, or ``None`` where it does not draw as expected.
     """
     if draw.device.type != "cuda" or draw.is_computed:
         return None
@@ -188,7 +168,6 @@ def mask_at(draw: Draw, state: torch.Tensor) -> torch.Tensor:
 
 
 def _count(draw: Draw) -> Dim:
-    """The number of a draw's elements."""
     count: Dim = 1
     for extent in draw.shape:
         count = count * extent

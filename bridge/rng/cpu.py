@@ -111,7 +111,6 @@ def _reciprocal() -> Bits:
 
 @functools.cache
 def _transforms() -> tuple[np.ndarray, np.ndarray]:
-    """Transforms of P and of its reciprocal."""
     return _transform(_characteristic()), _transform(_reciprocal())
 
 
@@ -271,11 +270,7 @@ class Kernels:
 
 
 class MaskRun:
-    """Dense masks that are drawn one after the other.
-
-    Args:
-        kernels: the result of :func:`compiled`.
-    """
+    """Dense masks that are drawn one after the other, by the result of :func:`compiled`."""
 
     def __init__(self, kernels: Kernels, masks: Sequence[Mask]):
         self._kernels, self._masks = kernels, tuple(masks)

@@ -138,11 +138,8 @@ def _read(address: int, size: int) -> bytes:
 
 
 def is_the_lock(hold: Callable[[int, int], int], layout: EngineOffsets) -> bool:
-    """Whether another thread's ``torch.rand`` waits while the mutex is held, and then draws the right numbers.
-
-    Args:
-        hold: :func:`bridge.compile.hold_function`, compiled.
-    """
+    """Whether another thread's ``torch.rand`` waits while the mutex is held (by the compiled ``hold_function``), and
+    then draws the right numbers."""
     ours, twin = (torch.Generator().manual_seed(5) for _ in range(2))
     stage = ctypes.c_int64(0)
     drawn: list[torch.Tensor] = []
@@ -243,11 +240,7 @@ def _works(swap: Built, layout: EngineOffsets) -> bool:
 
 
 class GeneratorStates:
-    """The states before consecutive draws on one device.
-
-    Args:
-        draws: in-kernel draws at an offset, and dropouts with recomputed masks.
-    """
+    """The states before consecutive draws on one device: in-kernel draws at an offset, recomputed dropout masks."""
 
     def __init__(self, draws: Sequence[Draw]):
         self._device = draws[0].device
@@ -263,8 +256,7 @@ class GeneratorStates:
     def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Seed and offset before each draw, from the device's default generator: uint64 on the host.
 
-        Args:
-            generator: if given, only advances this generator.
+        ``generator``: if given, only advances this generator.
         """
         if generator is not None:
             generator.set_offset(generator.get_offset() + self._advance_of_all)

@@ -112,7 +112,6 @@ class _Loop:
         return f"v{self.made}"
 
     def expression(self, states: list[str], part: str, step: str) -> str:
-        """An expression of a step."""
         rng = self.rng
         names = {
             "h": rng.choice(states),

@@ -75,7 +75,6 @@ class Noise(TorchDispatchMode):
         return torch.where(value.isfinite() & noisy.isfinite(), noisy, value)
 
     def _errors(self, value: Tensor) -> Tensor:
-        """An error for each number, between -1 and 1."""
         if not self.of_values:
             return torch.rand(value.shape, generator=self.generator, dtype=torch.float64).to(value.device) * 2 - 1
         bits = value.double().contiguous().view(torch.int64) * MULTIPLIER + self.seed

@@ -193,11 +193,7 @@ class Program:
         return "\n".join(lines)
 
     def load(self, device: torch.device = DEVICE) -> Mapping[str, Any]:
-        """Runs the script; returns its names. Tracebacks show its lines; its tensors lie on the device.
-
-        Raises:
-            Exception: an error of its class statement.
-        """
+        """Runs the script; returns its names. Tracebacks show its lines; its tensors lie on the device."""
         filename = f"<fuzz/{self.seed}-{hash(self.source) & 0xFFFFFF:06x}-{device.type}.py>".strip("<>")
         source = placed(self.source, device)
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)

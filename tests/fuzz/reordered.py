@@ -136,7 +136,6 @@ def _two_passes(
 
 
 def _shifted_mean(x: Tensor, dims: list[int] | None = None, keepdim: bool = False) -> Tensor:
-    """A mean by the distances from the first element."""
     dims = [dim % x.dim() for dim in dims or range(x.dim())] if x.dim() else []
     first = x[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(x.dim()))]
     mean = (x - first).sum(dims, keepdim=True) / math.prod(x.shape[dim] for dim in dims) + first

@@ -362,7 +362,6 @@ m = Net()
 
 
 def _filled(text: str, **names: str) -> str:
-    """The text with names in braces replaced."""
     for name, value in names.items():
         text = text.replace(f"{{{name}}}", value)
     return text

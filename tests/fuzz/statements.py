@@ -318,7 +318,6 @@ def submodule(scope: Scope) -> str | None:
 
 
 def _hook(scope: Scope, name: str, sizes: dict[str, int]) -> None:
-    """A hook on a submodule, registered before the dispatch."""
     hook = scope.choice(HOOKS)
     if "Adapter" in hook:
         scope.extend(f"{name}.adapter = nn.Parameter(torch.randn({sizes['n']}, dtype=D) * 0.3)")

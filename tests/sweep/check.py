@@ -217,6 +217,5 @@ def one_line(error: BaseException, limit: int = 400) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """File and line where an exception was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{'/'.join(frames[-1].filename.split('/')[-2:])}:{frames[-1].lineno}" if frames else "unknown place"

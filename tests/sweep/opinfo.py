@@ -24,12 +24,7 @@ RTOL = 1e-9
 
 
 class OperatorModule(nn.Module):
-    """Calls an operator on its tensor arguments; other arguments are fixed at construction.
-
-    Args:
-        operator: the function of the OpInfo.
-        arguments: ``(args, kwargs)`` of a sample; its tensors become the inputs, in order.
-    """
+    """Calls an OpInfo's function on the tensors in a sample's ``(args, kwargs)``; other arguments stay fixed."""
 
     def __init__(self, operator: Any, arguments: tuple[tuple, dict[str, Any]]):
         super().__init__()

@@ -94,13 +94,7 @@ def load(name: str) -> ModuleType:
 
 
 def compare(train: Script, steps: int, dtype: torch.dtype = torch.float32) -> Outcome:
-    """Runs a script twice under the same seed.
-
-    Args:
-        train: the script.
-        steps: of each run.
-        dtype: torch's default type while it runs.
-    """
+    """Runs a script twice under the same seed, for a number of steps, with ``dtype`` as torch's default."""
     eager, ours = (_run(train, steps, dtype, enabled) for enabled in (False, True))
     largest = eager.losses.abs().amax(0)
     pairs = zip(ours.dispatch.modules, eager.dispatch.modules, strict=True)

@@ -23,7 +23,6 @@ def _size(difference: Difference) -> float:
 
 
 def _overflows(dtype: torch.dtype, factor: float) -> Callable[[Difference], bool]:
-    """Whether ``factor`` times the largest input overflows the type."""
     return lambda difference: factor * _size(difference) > torch.finfo(dtype).max
 
 

@@ -73,7 +73,6 @@ def _row_triples(dtype: torch.dtype) -> list[Tensor]:
 
 
 def _labelled(dtype: torch.dtype) -> list[Tensor]:
-    """Every row with every class."""
     rows = points.rows(dtype)
     return [rows.repeat_interleave(4, 0), torch.arange(4).repeat(len(rows))]
 

@@ -140,7 +140,6 @@ def _upstream(result: Tensor, upstream: Tensor) -> Tensor:
 def _each(
     module: nn.Module, columns: Sequence[Tensor], grads: Sequence[bool], upstream: Tensor, keep: bool = False
 ) -> Answer:
-    """The results with a call for each point."""
     answers = [
         _answer(module, [column[index] for column in columns], grads, upstream[index : index + 1], keep)
         for index in range(len(upstream))
