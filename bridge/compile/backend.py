@@ -103,7 +103,7 @@ class Backend(ABC):
 
     @abstractmethod
     def machine(self) -> tuple:
-        """The machine's properties that timings depend on beside the key, as plain data."""
+        """The machine's properties that timings depend on besides the key, as plain data."""
 
     @property
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Compile options: everything a program depends on beside its function, as one frozen value and as a key."""
+"""Compile options: everything a program depends on besides its function, as one frozen value and as a key."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CompileOptions:
 
     @property
     def key(self) -> tuple:
-        """Everything a program depends on beside its function, as plain data."""
+        """Everything a program depends on besides its function, as plain data."""
         made_for = self.backend.key, self.threads, self.versions, self.settings
         lie = self.orders, self.given_orders
         return *made_for, self.sums_in_place, self.grad_outs, self.constants, self.deterministic, *lie

@@ -130,7 +130,7 @@ def _forms(
 
 
 PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
-    generate_lookups,  # whose copies others look at
+    generate_lookups,  # first: later passes see its copies
     recompute_permutations,
     add_few_rows,
     recompute_slices,
@@ -207,12 +207,12 @@ class Compilation:
         with _LOCK:
             self._program = _PROGRAMS.get(self._key, func)
         if self._program is not None:
-            # of an equal function of another lowering, by whose name later processes would not find it
+            # kept under the key of an equal function of another lowering: later processes look up this one's
             self._is_to_keep = self._kept_key is not None
             return
         raise_deferred()
         if self._kept_key is None and self._signature.scope is None and current_store().is_usable:
-            with suppress(ValueError):  # a literal that no text holds
+            with suppress(ValueError):  # a literal without a text
                 self._program = self._kept(digest_of(func), drawn)
         if self._program is not None:
             self._share()
@@ -240,7 +240,7 @@ class Compilation:
     def _kept(self, digest: str, drawn: Mapping[int, DrawnMask] | None) -> Program | None:
         """The program of a digest from this process or from the disk cache; ``None`` if neither has it."""
         masks = [(place, mask.rate, mask.width, mask.threads) for place, mask in _in_order(drawn)]
-        if any(isinstance(threads, Extent) for *_, threads in masks):  # of sizes that vary, whose programs are not kept
+        if any(isinstance(threads, Extent) for *_, threads in masks):  # dynamic: not kept on disk
             return None
         self._digest, self._kept_key = digest, of_this_package(digest, self._options.key, masks)
         with _LOCK:

@@ -208,7 +208,7 @@ RULES: dict[str, Rule] = {
     "where": lambda e, c, a, b: e.select(c, a, b),
     "copy": lambda e, x: x,
     "pad": lambda e, x: x,
-    "concat": lambda e, x: x,  # of the section's operand
+    "concat": lambda e, x: x,  # the section's operand
     **{name: _mask(width) for name, width in MASKS.items()},
 }
 

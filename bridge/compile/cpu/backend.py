@@ -162,7 +162,7 @@ class CpuBackend(Backend):
 
     @property
     def _code_key(self) -> str:
-        """The dependencies of kernels beside their functions; backends with other limits share kernels."""
+        """The dependencies of kernels besides their functions; backends with other limits share kernels."""
         return f"cpu {self.target} {self.order}"
 
     @property

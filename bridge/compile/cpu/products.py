@@ -374,7 +374,7 @@ class CpuProducts:
         tallest, widest = _tasks(tile)[way]
         parts = maximum(1, _quotient_up(m, tallest))
         rows = maximum(1, _quotient_up(m, parts * tile.rows)) * tile.rows
-        # More blocks than this per row of blocks; any number of panels if it is 0.
+        # Each row of blocks needs more blocks than this; 0: any number of panels.
         wanted = (2 * self.threads - 1) // maximum(1, product.batch * _quotient_up(m, rows))
         panels = minimum(minimum(widest, _quotient_up(n, panel)), (n - 1) // maximum(1, panel * wanted))
         return rows, maximum(1, panels) * panel

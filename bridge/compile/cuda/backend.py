@@ -147,7 +147,7 @@ class CudaBackend(Backend):
 
     @property
     def _code_key(self) -> str:
-        """The dependencies of kernels beside their functions; devices of one architecture share kernels."""
+        """The dependencies of kernels besides their functions; devices of one architecture share kernels."""
         return f"{self.arch} nvrtc {version()} {self.order} {self.limits}"
 
     @property

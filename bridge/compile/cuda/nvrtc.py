@@ -56,7 +56,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17", "--disable-warnings")
-"""Options of every compilation, beside the architecture."""
+"""Options of every compilation, besides the architecture."""
 
 _HEADERS = {
     "cuda/std/cstdint": """
@@ -118,8 +118,8 @@ def version() -> str:
 
 
 def made_for() -> tuple[str, ...]:
-    """The dependencies of machine code beside source and architecture: NVRTC, its options and in-memory headers; CUDA's
-    own headers, which some sources include, by path."""
+    """The dependencies of machine code besides source and architecture: NVRTC, its options and in-memory headers; the
+    paths of CUDA's own headers, which some sources include."""
     return *OPTIONS, *_include_paths(), *_HEADERS.values(), version()
 
 

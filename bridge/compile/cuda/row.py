@@ -329,7 +329,7 @@ class TaskPartials:
     def _places(self, turn: Expr, width: int) -> Iterator[Expr]:
         """Indices of a turn's vector in the task's partial."""
         number, form = self.number, self.form
-        vectors = self.length // form.lanes if isinstance(self.length, int) else self.length  # whose lanes are one
+        vectors = self.length // form.lanes if isinstance(self.length, int) else self.length  # dynamic: one lane
         vector = self.task * number(vectors) + turn * number(form.threads) + self.thread
         return self._pieces(vector, width)
 

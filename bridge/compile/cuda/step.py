@@ -344,7 +344,7 @@ class ThreadStep(PassStep):
         if self.lanes == 1:
             self.e.stmts.append(self.scope.if_valid(sequence([BufferStore(buffer, value, [at]), *behind])))
             return
-        if self.plan.nodes[node].behind % self._width(buffer):  # rows begin anywhere
+        if self.plan.nodes[node].behind % self._width(buffer):  # misaligned rows
             at = self.before.name_index(at, "at")
             self.e.stmts.append(self.scope.if_valid(BufferStore(buffer, value, [at + self.lane])))
             self.after += [self.scope.if_valid(each) for each in behind]

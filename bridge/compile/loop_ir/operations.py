@@ -164,7 +164,7 @@ class Geometry:
     @classmethod
     def of(cls, a: View, b: View, c: View) -> Geometry | None:
         """The geometry of ``c = a @ b``, all batches expanded; ``None`` if the batch needs more than two extents."""
-        batch: list[list[Dim]] = []  # extent and the three strides, neighbours that run through merged
+        batch: list[list[Dim]] = []  # (extent, three strides), adjacent axes merged
         for extent, *steps in zip(c.shape[:-2], a.strides, b.strides, c.strides, strict=False):
             if same(extent, 1):
                 continue

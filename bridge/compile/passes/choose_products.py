@@ -119,7 +119,7 @@ class ProductChoice:
         if not turn or same(math.prod(b.shape[:-2]), 1):
             return _library(placed, way, a, b, batch, self.policy.keeps_order, dtype)
         first, second = _turned(b), _turned(a)
-        way = self._way(a.dtype, first.view, second.view, batch)  # a matrix for the whole batch has changed sides
+        way = self._way(a.dtype, first.view, second.view, batch)  # a matrix that the batch shares is now a
         turned = _library(placed, way, first, second, batch, True, dtype)
         return _turned(placed.reshape(turned, (*batch, b.shape[-1], a.shape[-2])))
 

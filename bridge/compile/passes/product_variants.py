@@ -73,7 +73,7 @@ def accumulate(graph: Graph) -> Graph:
             continue
         first, second = terms
         place = position[second]
-        # The sum may have another shape of the same elements: both lie in memory in the same order.
+        # The sum may have another shape of the same elements: the memory order is the same.
         nodes[place] = replace(nodes[place], operands=(*nodes[place].operands, whole(first)), out=node.out, onto=first)
         position[node.out] = place
     return replace(graph, nodes=nodes) if len(nodes) != len(graph.nodes) else graph

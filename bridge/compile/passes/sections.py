@@ -224,7 +224,7 @@ def _count(readers: Sequence[tuple[Node, Operand]], counts: Mapping[Value, int])
 def _part(operand: Operand) -> Operand | None:
     """The elements of a value that an operand reads, each once; ``None`` if it reads all, or no slice."""
     view = views.without_broadcast(operand.view, len(operand.value.shape))
-    # A few elements for each row or column would be a kernel of their own.
+    # A slice that is broadcast would need a kernel of its own.
     if view is None or not same(operand.view.numel, view.numel):
         return None
     return Operand(operand.value, view) if sample_of(view.numel) < sample_of(operand.value.numel) else None

@@ -362,7 +362,7 @@ def _in_panels(
     packs = [step for step in steps if isinstance(step, Launch) and step.writes[0] in wanted]
     if not packs:
         return list(steps)
-    program.backend.threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
+    program.backend.threads()  # torch's thread setting reaches a new thread's OpenMP at torch's first use there
     functions, sources = {step.name: program.code[step.name].function for step in packs}, set()
     for step in packs:
         register = wanted[step.writes[0]]

@@ -74,7 +74,7 @@ class Libraries(Protocol):
 
     @property
     def key(self) -> tuple[str, ...] | None:
-        """The machine code's dependencies beside the backend's key; ``None`` if libraries cannot be kept."""
+        """The machine code's dependencies besides the backend's key; ``None`` if libraries cannot be kept."""
 
     def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
         """Builds one library; ``loops``: the functions consist of loops already."""

@@ -344,7 +344,7 @@ class InputForms:
         self._kinds = [param.given_kind for param in params]
         self._devices = [HOST if param.lies_on_host else device for param in params]
         self._turned = [(place, param.order) for place, param in enumerate(params) if param.order is not None]
-        self._looks: list[tuple[TensorChecks, Strided]] = []  # inputs that look like these fit
+        self._looks: list[tuple[TensorChecks, Strided]] = []  # variants of valid inputs
 
     def dense(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The inputs in their slots' orders, copied if not dense. Some may require grad: autograd must be off.

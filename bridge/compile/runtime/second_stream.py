@@ -54,7 +54,7 @@ def second_stream_steps(steps: Sequence[Instruction], views: Iterable[MakeView] 
     """The steps to run in parallel with the critical path; none if that would save hardly any time.
 
     Args:
-        views: of memory that steps use, beside the views among the steps.
+        views: of memory that steps use, besides the views among the steps.
     """
     before = _waited_for(steps, views)
     seconds = list(map(_seconds, steps))

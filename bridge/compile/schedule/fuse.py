@@ -278,7 +278,7 @@ def _common_space(first: Group, second: Group, rules: Rules) -> tuple[Dim, Dim |
         return None
     if large.columns is None and first not in second.sources and second not in first.sources:
         return None
-    # One long row would leave nothing to run in parallel.
+    # One long row would leave no parallelism.
     if sample_of(small.elements) < 8 and sample_of(large.elements) > rules.limits.threads.serial_elements:
         return None
     return large.elements, columns

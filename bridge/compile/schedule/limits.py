@@ -19,7 +19,7 @@ class KernelLimits:
 
     Attributes:
         nodes: maximum per kernel: bounds compile time and register pressure.
-        buffers: maximum that a kernel reads and writes; it may read half as many beside its results.
+        buffers: maximum that a kernel reads and writes; it may read half as many besides its results.
         terms: of a sum in one kernel; a longer sum takes several kernels of at most as many terms.
         sections: of the concatenations of one kernel: its code is repeated for each.
         summed_sections: the same for a kernel that reduces columns.
