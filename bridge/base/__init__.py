@@ -1,1 +1,1 @@
-"""Foundations: errors, logs, locks, threads, pytrees, and torch's internals; imports no other room."""
+"""Foundations: errors, logs, locks, threads, pytrees, and torch's internals; imports no other package of ``bridge``."""

@@ -67,7 +67,7 @@ TorchDispatchMode: type = find("torch.utils._python_dispatch.TorchDispatchMode")
 # Operators
 
 VF: Any = find("torch._C._VariableFunctions")
-"""torch's functions in C: what compiled calls compute with, also where a user has replaced ``torch.cat``."""
+"""torch's functions in C, for compiled calls: unaffected by a user's replacement of ``torch.cat``."""
 OpOverload: type = find("torch._ops.OpOverload")
 HigherOrderOperator: type = find("torch._ops.HigherOrderOperator")
 has_kernel: Callable[[str, str], bool] = find("torch._C._dispatch_has_kernel_for_dispatch_key")

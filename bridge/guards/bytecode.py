@@ -15,7 +15,7 @@ __all__ += ["NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS", "CallSite", "DataF
 __all__ += ["computed", "handlers", "held_in", "joined", "result_of", "without_locals"]
 
 Source = tuple
-"""``(kind, ...)``, see :func:`bridge.guards.recording.Reads.values_of` for each."""
+"""``(kind, ...)``; :class:`bridge.guards.sources.Sources` finds the values of each kind."""
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class _Namespaces:
                 return False
         versions, then = None, None if any(self._empty) else self._versions
         if self._version is not None:
-            versions = [*map(self._version, self._dicts)]  # before the look: a write meanwhile is seen later
+            versions = [*map(self._version, self._dicts)]  # before the comparison: the next call sees a write meanwhile
         if versions is not None and versions == then:
             return True
         for place, each in enumerate(self._dicts):
