@@ -217,7 +217,7 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 
 
 def parallel_plans() -> Report:
-    """By plan: how far the results and gradients are from the eager module's, and how its calls went."""
+    """Plan → distance of results and gradients from the eager module's, and statistics of its calls."""
     mesh, x = init_device_mesh("cpu", (WORLD,)), torch.randn(3, 4, WIDTH, dtype=torch.float64)
     found = {}
     for name, (make, plan) in PLANS.items():

@@ -299,7 +299,7 @@ def flat_shards() -> Report:
 
 
 def refusals() -> Report:
-    """Dispatch asked for when it is too late, or of a wrapper."""
+    """Refusals: a dispatch that is added too late, or to a wrapper."""
     sharded, parallel = make_net(), make_net()
     for part in (*sharded.blocks, sharded):
         fully_shard(part)

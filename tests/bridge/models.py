@@ -86,7 +86,7 @@ class MLP(nn.Module):
 
 
 class TwoOutputs(nn.Module):
-    """Outputs that share a layer and have one each of their own."""
+    """Two outputs, each with a layer, after a shared layer."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loop graphs that between them need every form of kernel for a GPU."""
+"""Loop graphs that together need every kind of kernel for a GPU."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["HostMemory", "HostRecorder", "HostSlots", "alias", "memories"]
 
 @torch.inference_mode(False)  # replays run in any mode
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, which stays its owner's to free."""
+    """A tensor on the same memory, which its owner frees."""
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     memory = (ctypes.c_char * (span_of(tensor.shape, tensor.stride()) * tensor.itemsize)).from_address(
@@ -31,7 +31,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memories(first, others, outputs):
-    """Where results lie: the first ones in one memory, all others in another."""
+    """The memories of results: the first ones in one memory, all others in another."""
     return lambda result: first if result < outputs else others
 
 
@@ -59,7 +59,7 @@ class HostMemory:
 
 
 class HostSlots:
-    """Slots with room for the largest so far of each: tensors that are taken together begin where they ever did."""
+    """Slots with room for the largest tensor so far of each: tensors that are taken together keep their addresses."""
 
     def __init__(self) -> None:
         self._slots: list[tuple[torch.Tensor, tuple[int, ...]]] = []

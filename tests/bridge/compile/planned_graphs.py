@@ -132,7 +132,7 @@ def inputs(graph: Graph) -> list[torch.Tensor]:
 
 
 def assert_static_bits(make: Callable[..., Graph], sizes: Sequence[Mapping[str, int]], **samples: int) -> Kernels:
-    """The kernels of a graph for all sizes, which give the bits of the static kernels of each size."""
+    """A graph's kernels for all sizes; asserts that they give the bits of the static kernels of each size."""
     ours = symbolic(make, **samples)
     static = [Kernels(make(**each)) for each in sizes]
     build(ours, *static)

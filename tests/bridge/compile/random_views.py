@@ -46,7 +46,7 @@ def random_view(rng: random.Random, steps: int, shape: Sequence[int] | None = No
 
 
 def random_step(rng: random.Random, view: View, tensor: torch.Tensor) -> tuple[View, torch.Tensor]:
-    """One more shape operation on both; without a reshape that no strides express, on which torch has to agree."""
+    """One more shape operation on both, except reshapes that no strides express, as in torch."""
     rank = tensor.dim()
     match rng.choice(["permute", "slice", "reshape", "reshape", "expand"]):
         case "permute":

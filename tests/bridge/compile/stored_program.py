@@ -51,7 +51,7 @@ class Layer(nn.Module):
 
 @cache
 def programs() -> dict[str, Program]:
-    """Compiled here and now; how products are computed is not measured, which may come out otherwise elsewhere."""
+    """Compiled in this process; ways of products are not measured, because a measurement may differ elsewhere."""
     chosen = CpuProducts.choose
     CpuProducts.choose = lambda policy, product: GENERATED if product.batch == 1 else "bmm"
     try:

@@ -24,7 +24,7 @@ class Symbolic:
         params: shapes; a name stands for a symbol.
         body: ``(emit, *params, **symbols) -> results``.
         samples: of the symbols.
-        deterministic: how products are computed is not measured.
+        deterministic: ways of products are not measured.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Builds in the background: their results, their exceptions, one at a time, and a fork that waits for them."""
+"""Builds in the background: results, exceptions, one at a time, and a fork that waits for them."""
 
 import os
 import threading

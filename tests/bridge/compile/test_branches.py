@@ -193,7 +193,7 @@ def programs_of(name):
 
 
 def lying_elsewhere(tensor, place):
-    """The same numbers: as they are, not dense, or where no vector begins."""
+    """Tensors of equal numbers: unchanged, not dense, or misaligned."""
     if place % 3 == 0 or tensor.dtype is torch.uint64:
         return tensor
     if place % 3 == 1:
@@ -326,7 +326,7 @@ def test_sizes_that_vary(size):
 
 
 def test_what_a_program_knows_is_what_its_steps_say():
-    """Of one that is compiled, of its parts, and of all sizes of one."""
+    """For a compiled program, its segments, and a program for all sizes."""
     whole = products(4)
     parts = cut(whole, [len(whole.steps) // 2], "part")
     of_sizes = products(4, ExtentScope().symbol("n", 48))

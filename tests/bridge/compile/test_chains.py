@@ -1,4 +1,4 @@
-"""Chains: a product, rows and a product as one kernel, in the bits of three, where it is quicker and nothing trains."""
+"""Chains: a product, rows and a product as one kernel, with the bits of three, if quicker and without gradients."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class Grouped(Attention):
 
 
 class AcrossRows(Attention):
-    """A softmax over the other axis, which no row of scores is enough for."""
+    """A softmax over the other axis, which needs more than a row of scores."""
 
     def forward(self, q, k, v):
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
@@ -229,7 +229,7 @@ class AcrossRows(Attention):
 
 
 class WithoutRows(Attention):
-    """Nothing is summed up: elements, in no rows."""
+    """Element-wise operators without a reduction."""
 
     def __init__(self, heads, _rows):
         super().__init__(heads, torch.tanh)
@@ -255,7 +255,7 @@ def test_slower_chains_stay_steps(times):
 
 
 def test_a_trial_decides(times, monkeypatch):
-    """Of both forms, each a program of the chain alone, which answer the same."""
+    """A trial times both candidates, programs of the chain alone with equal results."""
     times(1.0, 0.1)
     seen = []
 

@@ -1,4 +1,4 @@
-"""Layout choice: golden graphs that translation leaves open, and where values lie and how products are computed."""
+"""Layout choice: golden graphs with open layouts → memory layouts, and ways of products."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def scores(emit: Callable, q: relax.Expr, k: relax.Expr) -> list[relax.Var]:
 
 
 def test_a_copy_for_a_library_keeps_neighbours_neighbours():
-    """Keys are copied as rows of heads, and read as columns by the kernel that can."""
+    """Keys are copied as rows of heads; a kernel that can reads them as columns."""
     heads = [(2, 5, 3, 8), (2, 5, 3, 8)]
     _, graph = chosen(heads, scores, Policy("bmm", keeps_order=True))
     assert text(graph) == [
@@ -291,7 +291,7 @@ def test_no_order_of_readers_makes_a_product_another_way(is_result):
 
 
 def test_an_operand_stored_in_more_extents_than_the_kernel_has_loops_for_is_copied():
-    """Its own order would have been fine, so another way would be the readers' doing."""
+    """The kernel could read the operand's own order, so readers must not change the product's way."""
 
     def body(emit: Callable, x: relax.Expr, w: relax.Expr, v: relax.Expr) -> list[relax.Var]:
         y = emit(op.permute_dims(emit(op.matmul(x, w)), [1, 2, 0, 3, 4]))

@@ -187,7 +187,7 @@ def test_code_that_another_callback_made_is_refused(run_time):
 
 
 class Library(dict):
-    """Tells where it is let go."""
+    """Notes the place where it is released."""
 
     def __init__(self, gone):
         self.gone = gone

@@ -136,7 +136,7 @@ def test_memory_that_ran_out_leaks_nothing_and_the_next_call_is_fine(gpu, execut
 
 @pytest.mark.parametrize("state", [(7, 0), (2**64 - 1, 2**40 + 8)])
 def test_states_of_generators_are_brought_to_kernels_and_to_nobody_else(gpu, monkeypatch, state):
-    """They lie on the host: kernels read a copy, library calls and results are the call's own."""
+    """Generator states are on the host: kernels read a copy, library calls and results use the call's tensor."""
 
     def body(emit, x, mask, other):
         y = emit(R.where(mask, x, emit(R.negative(x))))

@@ -86,7 +86,7 @@ def test_of_little_each_element_or_vector_has_a_thread(cases):
 
 
 def test_casts_that_all_rows_share_take_no_registers():
-    """Of a row, its centred elements are kept; a weight's casts, which are the same for all rows, are not."""
+    """A row's centred elements are cached; a weight's casts, equal for all rows, are not."""
     builder = Builder()
     x, weight = builder.param(700, 768), builder.param(768, dtype="bfloat16")
     total = builder.op("exp", x)
@@ -99,7 +99,7 @@ def test_casts_that_all_rows_share_take_no_registers():
 
 @pytest.mark.parametrize(("dtype", "width", "groups"), [("float32", 328, 1), ("float32", 256, 4), ("bfloat16", 328, 4)])
 def test_a_row_has_a_block_of_its_own_where_a_thread_reads_much_of_it(dtype, width, groups):
-    """Three vectors of two tensors of float32 are 96 bytes; of half types they are half of that."""
+    """Three vectors of two float32 tensors are 96 bytes, of half types 48."""
     builder = Builder(dtype)
     x, y = builder.param(4096, width), builder.param(4096, width)
     product = builder.op("multiply", x, y)
@@ -140,7 +140,7 @@ def test_what_adds_up_columns_concatenates_two_tensors_at_most(sections, kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [768, 4096, 2**18])
 def test_what_all_rows_read_alike_is_asked_for_with_the_row(width, dtype):
-    """And not once the row's sum is there; of rows that are too long for it, only then."""
+    """Loads are issued before the row's sum is known; in rows that are too long for it, after."""
     builder = Builder()
     x, weight, bias = builder.param(4096, width), builder.param(width, dtype=dtype), builder.param(width, dtype=dtype)
     wide = [Operand(each.value, expand(each.view, x.shape)) for each in (weight, bias)]
@@ -168,7 +168,7 @@ def test_nvrtc_takes_every_form(arch):
 )
 @pytest.mark.parametrize("shape", sampled(map(pytest.param, [(7, 33), (5, 64), (3, 12)]), [(7, 33), (3, 12)]))
 def test_vectors_are_whole_accesses_of_each_large_tensor(first, second, lanes, shape):
-    """Twice as many of half types alone; operands that are small do not count."""
+    """Twice as many elements if all are half types; small operands do not count."""
     b = Builder(first)
     kept = b.op("where", b.param(*shape, dtype="bool"), b.param(*shape), b.param(shape[-1]), dtype=first)
     graph = b.graph(kept if second == "bool" else b.op("astype", b.op("multiply", kept, 2.0), dtype=second))
@@ -198,7 +198,7 @@ def columns_alone(n, m):
 
 
 def columns_of_scaled_rows(n, m):
-    """The same of rows whose factor is computed: each block does so."""
+    """As ``columns_alone``, of rows with a computed factor: each block computes it."""
     b = Builder()
     factor = b.op("exp", b.op("negative", b.param(n)))
     y = b.op("multiply", b.param(n, m), Operand(factor.value, View((n, m), (1, 0))))

@@ -22,7 +22,7 @@ class Inverse(nn.Module):
     ("make", "operator"), [(Eigenvalues, "aten._linalg_eigh.default"), (Inverse, "aten.linalg_pinv")]
 )
 def test_what_waits_for_the_device_is_not_recorded(make, operator):
-    """cuSOLVER fails while a stream is captured, and again in the call after that, whosever it is."""
+    """cuSOLVER fails during stream capture, and again in the next call of any program."""
     module = make().double()
     add_tvm_dispatch(module, torch.randn(4, 4, dtype=torch.float64))
     (entry,) = stats(module).entries

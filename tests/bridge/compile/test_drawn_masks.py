@@ -1,4 +1,4 @@
-"""Masks that kernels compute from a generator's state: bits, fusion, layouts, sizes that vary."""
+"""Recomputed dropout masks: bits, fusion, layouts, dynamic sizes."""
 
 from __future__ import annotations
 

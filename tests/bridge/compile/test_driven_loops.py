@@ -1,4 +1,4 @@
-"""Steps of loops on a processor: launched by a driver, with weights packed once, in the bits of one by one."""
+"""Loops on a processor, launched by a driver, with weights packed once: the bits of single launches."""
 
 from __future__ import annotations
 

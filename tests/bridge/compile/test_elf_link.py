@@ -83,7 +83,7 @@ def test_an_initializer_that_does_something_is_refused(launching):
 
 
 def head_of(content, section):
-    """Of a section, by its name."""
+    """The header of a section, by its name."""
     at, size, count, names = struct.unpack_from("<Q", content, 40)[0], *struct.unpack_from("<HHH", content, 58)
     heads = [struct.unpack_from("<IIQQQQIIQQ", content, at + size * index) for index in range(count)]
     strings = content[heads[names][4] :]

@@ -1,4 +1,4 @@
-"""How few kernels the work around the matrix products becomes: from the structure of the graph, by no name."""
+"""Fusion of the work around matrix products: the number of kernels follows from the graph's structure alone."""
 
 from __future__ import annotations
 

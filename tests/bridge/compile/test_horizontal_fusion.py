@@ -1,4 +1,4 @@
-"""Launches together: an order of execution, the numbers of launches by themselves, casts of a layer in one launch."""
+"""Horizontal fusion: a valid order of execution, the results of separate launches, a layer's casts in one launch."""
 
 from __future__ import annotations
 

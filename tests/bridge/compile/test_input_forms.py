@@ -1,4 +1,4 @@
-"""Inputs as slots have them: dense, or dense in another order of their axes, however a caller's lie."""
+"""Inputs in their slots' layouts: dense, or dense in another order of their axes, for any layout of the caller's."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_numbers_are_those_of_separate_products(name):
 
 @pytest.mark.parametrize("name", sampled(["biases", "fused", "a memory", "twice"], ["fused", "a memory"]))
 def test_lengths_that_vary(name):
-    """Join the same products, and no more is asked of the lengths."""
+    """Dynamic lengths join the same products, without further guards."""
     make, shapes, wanted, separate, joined = CASES[name]
     varying = tuple({1: torch.export.Dim(f"length_{place}", max=64)} for place in range(len(shapes)))
     (apart,) = programs(make, shapes, wanted, varying=varying, backends=[NotJoining])

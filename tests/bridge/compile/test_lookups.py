@@ -1,4 +1,4 @@
-"""Rows at indices, and rows added up where indices say, by the GPU's kernels, run without one; which calls they are."""
+"""Gathers of rows and scatter-adds by the GPU's kernels, run without one; which calls become them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names_of(*dtypes):
 @pytest.mark.parametrize("columns", [1, 6, 64])
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.int64), (torch.bfloat16, torch.int32)], ids=str)
 def test_rows(dtypes, columns, monkeypatch):
-    """Of a number and of a launch's, several vectors for each thread and one, from either end."""
+    """A static and a launch's number of rows, several vectors for each thread and one, indices from either end."""
     dtype, index_dtype = dtypes
     names, table = names_of(*dtypes), torch.randn(30, columns).to(dtype)
     plans = [LookupPlan(*names, length, 30, columns, wraps) for length in (700, Argument(0)) for wraps in (False, True)]
@@ -193,7 +193,7 @@ def test_what_is_a_kernel(module, named, kind):
     ids=["embeddings", "rows", "elements"],
 )
 def test_what_is_looked_up_by_a_kernel(module, kinds):
-    """Where indices lie as they are: a part of positions does not."""
+    """Indices that are dense; a slice of positions is not."""
     steps = steps_of(module, torch.randint(0, 16, (2, 5)), forward=True)
     found = [type(step) for step in steps if step.name in ("embedding", "index") or "library" in step.name]
     assert sorted(found, key=str) == sorted(kinds, key=str)
@@ -216,7 +216,7 @@ def test_many_are_sorted_by_the_library(monkeypatch):
 
 
 class Turned(nn.Module):
-    """Its gradient comes turned."""
+    """Its gradient is a transposed view."""
 
     def __init__(self):
         super().__init__()

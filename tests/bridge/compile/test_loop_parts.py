@@ -1,4 +1,4 @@
-"""Parts of tensors with the steps in front: where a kernel reads vectors they begin at a multiple of 16 bytes."""
+"""Slices of tensors with the steps in front: aligned to 16 bytes where a kernel reads vectors."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_heads_are_split_and_joined_without_a_copy():
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
 def test_sums_of_products_grow_in_one_place(order):
-    """Three products, no addition left, in whatever order they are added up; only where that is asked for."""
+    """Three products and no addition, for any order of the sum; only where that is asked for."""
     torch.manual_seed(6)
     inputs = [torch.randn(20, 300) for _ in range(3)] + [torch.randn(300, 40) for _ in range(3)]
     params = [(tuple(x.shape), "float32") for x in inputs]

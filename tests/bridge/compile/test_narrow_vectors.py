@@ -1,4 +1,4 @@
-"""Columns behind the vectors: walked in a narrower vector, in the bits of one by one."""
+"""Remaining columns after the vectors: a narrower vector, with the bits of single elements."""
 
 from __future__ import annotations
 

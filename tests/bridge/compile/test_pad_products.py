@@ -97,7 +97,7 @@ def test_a_gradient_of_rows_with_zeros_behind_is_wide():
 
 
 def test_what_a_late_sum_reads_of_it_is_copied_late():
-    """Else its kernel would have all that the sum waits for computed before other gradients."""
+    """Else its kernel would force the sum's other operand to be computed before other gradients."""
 
     def body(emit, hidden, grad, weight) -> list[relax.Var]:
         wide = emit(op.astype(emit(op.matmul(emit(op.permute_dims(grad)), hidden)), "float32"))
@@ -227,7 +227,7 @@ SHAPES, TYPES = [(3, 13), (5, 30), (300, 66), (2, 1)], ["float32", "float64", "b
     ids=str,
 )
 def test_a_kernels_zeros(normalized, shape, dtype, monkeypatch):
-    """Behind rows of vectors with a rest, and of none; of a kernel that reduces the row, and of one that does not."""
+    """Zeros behind rows of vectors, with a rest and without; from a kernel that reduces the row, and another."""
     monkeypatch.setattr(CpuProducts, "unit", lambda policy, product: 16)
 
     def body(emit, x, weight) -> list[relax.Var]:

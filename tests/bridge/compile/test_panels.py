@@ -1,4 +1,4 @@
-"""Constants in panels: products of a frozen weight read it as it is packed once, in the bits of the generated ones."""
+"""Constants in panels: products read a frozen weight that is packed once, with the bits of generated products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops that read the states before their steps where these lie: no concatenation, the same bits."""
+"""Loops read the states before their steps in place: no concatenation, the same bits."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def compiled():
 
 
 class _Logged:
-    """Actions of a stretch with the registers that each found; replaying acts again, in the memory of then."""
+    """Actions of one graph with the registers that each found; replaying repeats them in the recorded memory."""
 
     is_empty = False
 
@@ -127,7 +127,7 @@ def taken(form):
 
 @pytest.mark.parametrize("found", [float("nan"), -1.0, 7.0])
 def test_a_draw_is_recorded_whatever_lies_where_its_parameters_will(found):
-    """A GPU that finds a probability out of its range computes nothing any more."""
+    """A probability out of range would make the GPU's context unusable."""
     description = {"args": [{"$tensor": 0, "stride": [8, 1], "dtype": "float32"}], "kwargs": {}, "result": None}
     name = [StringImm("aten.bernoulli.default"), StringImm(json.dumps(description)), relax.prim_value(4)]
 
@@ -215,7 +215,7 @@ def test_a_failure_between_ends_the_recording(compiled):
 
 
 def test_states_on_the_host_are_in_no_key(compiled):
-    """New ones at every call, wherever they lie, and no new recordings."""
+    """New states at every call, at any address, and no new recordings."""
     recorder, control = HostRecorder(compiled), RecordedGraphs(True)
     run = GraphedExecutor(compiled, compiled.executor, recorder, control, memories(HostMemory(), HostMemory(), 2))
     x, w, kept = torch.randn(SHAPE), torch.randn(8, 8), []

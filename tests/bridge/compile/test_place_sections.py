@@ -36,7 +36,7 @@ def steps(program: Program) -> list[str]:
 
 
 def gates(emit, x, y, *_):
-    """Three values that wait for one another, each computed by more than is cheap to compute again."""
+    """Three values that depend on one another, each too expensive to recompute."""
     first = emit(op.tanh(emit(op.multiply(x, y))))
     second = emit(op.multiply(first, emit(op.sigmoid(y))))
     return [first, second, emit(op.add(emit(op.exp(second)), x))]
@@ -89,7 +89,7 @@ def of_one_value_twice(emit, x, y, weight):
 
 
 def of_rows_of_one(emit, x, y, weight):
-    """A section that is no value of a kernel, and one for all rows: these are not placed."""
+    """A section that no kernel computes, and one for all rows: both are not placed."""
     row = emit(op.broadcast_to(emit(op.sum(x, [0], keepdims=True)), [int(extent) for extent in x.ty.shape]))
     return [emit(op.matmul(emit(op.concat(Tuple([emit(op.tanh(x)), y, row]), axis=1)), weight))]
 

@@ -40,7 +40,7 @@ def test_large_tensors_may_have_more_addresses():
 
 
 def test_what_moves_now_and_then_is_not():
-    """Parameters, when a checkpoint is loaded: between two moves there are many replays."""
+    """Parameters move when a checkpoint is loaded: between two moves there are many replays."""
     graph_inputs, given, kept = GraphInputs(3), tensors(), []
     for _ in range(4 * MAX_ADDRESSES):
         kept.append(torch.empty(4))

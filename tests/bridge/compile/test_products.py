@@ -103,7 +103,7 @@ def test_every_way_computes_every_layout_and_edge(monkeypatch, way, is_cut):
 
 @pytest.mark.parametrize("dtype", sampled([torch.float32, torch.float64], [torch.float32]), ids=str)
 def test_no_bit_depends_on_the_width_of_registers(monkeypatch, dtype):
-    """Tiles of AVX-512 and of AVX2, of whichever this processor has the registers."""
+    """Tiles of AVX-512 and of AVX2, as far as this processor has the registers."""
     forced(monkeypatch, f"{GENERATED} short")
     torch.manual_seed(0)
     sizes = [*SIZES, (115, 300, 200)]
@@ -215,7 +215,7 @@ def test_equal_products_of_one_process_have_equal_bits(monkeypatch):
 
 
 def test_the_way_does_not_depend_on_who_reads_the_operands(monkeypatch):
-    """A product that is only read permuted is stored so; one that is a result as well is not."""
+    """A product that is only read permuted is stored permuted, unless it is also a result."""
     measure = Stopwatch(GENERATED, "mm", GENERATED)
     policy = products(measure)
     monkeypatch.setattr("bridge.compile.cpu.backend.CpuBackend.products", lambda *_: policy)
@@ -265,7 +265,7 @@ def test_a_program_names_its_ways(monkeypatch, way):
 
 @pytest.mark.parametrize("way", sampled([*WAYS, "in turn"], ["mm_swapped", "linear", "generated short", "in turn"]))
 def test_a_module_trains_whichever_way_wins(monkeypatch, way):
-    """Forward and backward, which computes products again, go the way that was measured; each class its own."""
+    """Forward and backward, which recomputes products, use the measured way of each class."""
     SESSION.reset("programs")  # programs of an equal module, compiled under another policy
     measure = Stopwatch(*(WAYS if way == "in turn" else [way]))
     policy = products(measure)
@@ -312,7 +312,7 @@ MODES = {
 
 
 def really(product, ways):
-    """Measures, whatever the fixture of all tests says."""
+    """Measures products in spite of the fixture of all tests."""
     return measured(products(), product, ways)
 
 

@@ -55,7 +55,7 @@ def test_no_bit_depends_on_which_values_are_results(seed, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_product_is_rounded_before_it_is_added(dtype):
-    """Contraction to a fused multiply-add would depend on whether the product is wanted elsewhere."""
+    """Contraction to a fused multiply-add would depend on the product's other readers."""
     inputs = [((37, 45), dtype)] * 3
 
     def body(emit, a, b, c):

@@ -46,7 +46,7 @@ def test_a_normalization_of_half_numbers_stores_none_in_float32():
 
 
 def test_rows_that_vary():
-    """Whether a value is large is asked of the sample, and guards nothing."""
+    """The sample decides whether a value is large, without a guard."""
     scope = ExtentScope()
     rows = scope.symbol("rows", 2000)
 
@@ -67,7 +67,7 @@ def test_rows_that_vary():
 
 
 def test_what_is_written_counts_too():
-    """The gradient behind a ReLU, in float32: its two operands are as many bytes as it, but it is not written."""
+    """A ReLU's float32 gradient: its two bfloat16 operands have as many bytes, and recomputing it saves the write."""
 
     def body(emit, output, gradient, weight):
         masked = emit(op.where(emit(op.less_equal(output, const(0, "bfloat16"))), const(0, "bfloat16"), gradient))
@@ -84,7 +84,7 @@ def test_what_is_written_counts_too():
 
 
 def test_what_reads_more_than_it_saves_is_stored():
-    """Three tensors for one."""
+    """Recomputation would read three tensors in place of one."""
 
     def body(emit, x, y, z):
         total = emit(op.add(emit(op.add(x, y)), z))

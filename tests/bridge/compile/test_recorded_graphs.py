@@ -19,7 +19,7 @@ from tests.bridge.compile_helpers import program
 
 
 def body(emit, x, w):
-    """A result, one that a library function allocates, a view of a result, an input, a constant's product."""
+    """A result, a library function's result, a view of a result, an input, a constant's product."""
     y = emit(R.matmul(x, w))
     z = emit(R.nn.softmax(y))
     return [z, emit(R.cumsum(y, axis=1)), emit(R.reshape(z, (2, 48))), x]
@@ -108,7 +108,7 @@ def test_results_have_memory_and_versions_of_their_own(graphed):
 
 
 def test_strided_inputs_are_recorded_where_they_lie(graphed):
-    """No copy of one is made outside, whose address would be another one at each call."""
+    """No copy is made outside, whose address would differ at each call."""
     graphed.w = torch.randn(8, 16).t()
     held = [torch.empty(16, 8) for _ in range(3)]
     for _ in range(20):
@@ -424,7 +424,7 @@ def test_a_profiler_sees_replays(graphed):
 
 
 def test_addresses_that_keep_changing_are_buffered_in_the_end(compiled):
-    """Combinations of few addresses each: more than are kept."""
+    """More combinations of addresses than recordings that are kept."""
     graphed = Graphed(compiled)
     xs, ws = ([torch.randn(*shape) for _ in range(MAX_ADDRESSES)] for shape in ((12, 16), (16, 8)))
     for call in range(200):

@@ -53,7 +53,7 @@ def body(seed: int, a: int, b: int, anywhere: bool):
 
 
 def fit(one, other) -> bool:
-    """Whether they broadcast, without asking an extent whether it is some number."""
+    """Whether shapes broadcast, without a guard on an extent."""
     return broadcastable(*(tuple(1 if str(extent) == "1" else str(extent) for extent in each) for each in (one, other)))
 
 

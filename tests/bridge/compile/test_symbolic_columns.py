@@ -42,7 +42,7 @@ def batched_columns(n: Dim, m: Dim) -> Graph:
 
 
 def few_rows(n: Dim, m: Dim) -> Graph:
-    """So few rows that they are one chunk, whatever the sizes are."""
+    """So few rows that they are one chunk at every size."""
     b = Builder("bfloat16")
     return b.graph(b.reduce("sum", b.param(m, 3, n), m, 3, n, m, n))
 

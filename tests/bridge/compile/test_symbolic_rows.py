@@ -86,14 +86,14 @@ def several_loops(n: Dim, m: Dim) -> Graph:
 
 
 def last_loop(n: Dim, m: Dim) -> Graph:
-    """Rows in two loops, of which the last one's extent is no number."""
+    """Rows in two loops; the inner extent is symbolic."""
     b = Builder()
     x, across = b.param(m, 40, n), b.param(m, n)
     return b.graph(b.op("exp", b.op("multiply", x, b.reshaped(across, m, 1, n))))
 
 
 def turned(n: Dim, m: Dim) -> Graph:
-    """The step along a row is no number."""
+    """Rows with a symbolic stride."""
     b = Builder()
     x = b.param(n, m)
     return b.graph(b.op("exp", b.transposed(x, 1, 0)))

@@ -71,7 +71,7 @@ def test_a_team_ends_and_the_next_region_has_another():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_forked_process_measures(count):
-    """Its OpenMP remembers threads that it has not got."""
+    """A forked child's OpenMP believes in threads that it does not have."""
     torch.set_num_threads(2)
     assert launch()[0] == 0
     child = os.fork()

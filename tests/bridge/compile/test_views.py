@@ -61,7 +61,7 @@ def test_a_box_is_where_it_is_said_to_be(seed):
 
 
 def _is_box(tensor: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether a tensor of addresses is a box of the base: searched for."""
+    """Whether a tensor of addresses is a box of the base, by search."""
     if tensor.dim() != base.dim() or any(have > extent for have, extent in zip(tensor.shape, base.shape, strict=True)):
         return False
     corners = torch.cartesian_prod(*map(torch.arange, base.shape)).view(-1, base.dim()) if base.dim() else [[]]

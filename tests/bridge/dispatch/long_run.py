@@ -93,7 +93,7 @@ class _Run:
         self.optimizer.load_state_dict(of_optimizer)
 
     def move(self, seed: int, lengths: list[int]) -> None:
-        """Parameters lie elsewhere from now on."""
+        """Moves the parameters to other memory."""
         for parameter in self.module.parameters():
             parameter.data = parameter.data.clone()
 
@@ -122,7 +122,7 @@ class LongRun:
 
     @property
     def program_runs(self) -> int:
-        """Of compiled calls: forward programs, and backward programs."""
+        """Counts of compiled calls: forward programs, and backward programs."""
         return stats(self.ours.module).hits + self.ours.backwards
 
     def steps(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Loops of training with recorded graphs beside eager's: two forwards before a backward, accumulation, and others."""
+"""Training loops with recorded graphs beside eager: two forwards before a backward, accumulation, and others."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class StartsABuffer(_Once):
 
 
 class StartsAParameter(_Once):
-    """An ActNorm's."""
+    """An ActNorm's scale, set from the first batch."""
 
     def first(self, x):
         with torch.no_grad():
@@ -78,14 +78,14 @@ class DropsLater(_Once):
 
 
 class TheSame(_Once):
-    """An attribute is set, and that is all: a window that is clipped."""
+    """Only sets an attribute: a clipped window."""
 
     def first(self, x):
         return self.later(x)
 
 
 class Flagged(_Once):
-    """Whether it has begun is a buffer, which goes into the checkpoint: an ActNorm's, a codebook's."""
+    """Its flag is a buffer, which goes into the checkpoint, as an ActNorm's or a codebook's."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class ReplacedFlag(FlaggedBuffer):
 
 
 class FlaggedParameter(Flagged, StartsAParameter):
-    """Its weight does."""
+    """Its weight begins with the first batch's mean."""
 
 
 OTHERS = [StartsABuffer, StartsAParameter, AnotherFormula, AnotherNumber, DrawsOnce, DropsLater]

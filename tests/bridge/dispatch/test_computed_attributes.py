@@ -1,4 +1,4 @@
-"""Tensors among a module's attributes that were computed with a gradient: inputs of the call, which get theirs."""
+"""Attributes of a module that were computed with a gradient: inputs of the call, which get their gradients."""
 
 from __future__ import annotations
 

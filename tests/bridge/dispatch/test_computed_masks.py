@@ -120,14 +120,14 @@ def test_forward_and_backward_compute_the_same_masks(computing, partition):
 
 
 class Read(nn.Module):
-    """Dropout of an argument, as it lies in memory."""
+    """Dropout of an argument, read in its memory layout."""
 
     def forward(self, x, y):
         return torch.native_dropout(x, 0.25, True)[0] + y
 
 
 def beginning(first, shape=(6, 8)):
-    """Numbers that begin so many elements behind where torch allocates."""
+    """Numbers that begin so many elements behind the begin of an allocation."""
     count = torch.Size(shape).numel()
     return torch.ones(first + count)[first:].view(shape)
 

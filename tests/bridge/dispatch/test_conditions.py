@@ -32,7 +32,7 @@ FACTOR = 2.0
 
 
 class Everything(nn.Module):
-    """Something for each condition to speak of."""
+    """A module with state for each condition."""
 
     def __init__(self):
         super().__init__()
@@ -425,7 +425,7 @@ SAME: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("name", list(SAME))
 def test_what_means_the_same_is_taken(guarded, name):
-    """The quick path may leave it to the thorough one; neither sees a difference."""
+    """The quick path may leave equal values to the thorough one; neither sees a difference."""
     module, guard = guarded
     with SAME[name](module):
         args, kwargs = (rows(), 2), {"shift": 1.0}

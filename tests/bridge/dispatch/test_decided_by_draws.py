@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 class Root(nn.Sequential):
-    """The module that decides is the one that is added; its first layer may be any of them."""
+    """The module that decides is the dispatched one; its first layer may be any of them."""
 
     def __init__(self, draw):
         super().__init__(Encoder(draw))

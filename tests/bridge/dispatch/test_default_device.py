@@ -32,7 +32,7 @@ class Factories(nn.Module):
 
 
 class OnItsDevice(nn.Module):
-    """Tensors that are made elsewhere than by default."""
+    """Tensors that are made on a named device."""
 
     def forward(self, x):
         with torch.device(x.device):
@@ -93,7 +93,7 @@ def test_a_module_is_added_and_called_under_its_own_device(way):
 
 
 def test_what_is_looked_at_under_a_default_device():
-    """The check's own tensors lie where the module is."""
+    """The check's own tensors are on the module's device."""
     module, x = OnItsDevice(), torch.randn(3, 4, requires_grad=True)
     with torch.device(META):
         lowered = lower(module, x)
@@ -124,7 +124,7 @@ def test_a_dispatch_is_added_under_a_device_that_forward_does_not_use():
 
 
 class Looks(nn.Module):
-    """Draws, and a branch that the program finds out: a call of the other one is eager's, its draws taken back."""
+    """Draws, then branches on a number of the program: a call of the other branch runs eager, its draws taken back."""
 
     def forward(self, x):
         y = F.dropout(x, 0.5) + torch.rand(4, device=x.device)

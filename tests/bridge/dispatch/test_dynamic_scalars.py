@@ -217,7 +217,7 @@ def test_a_number_that_is_returned_is_no_input():
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="sizes of operators of older versions are fixed")
 def test_numbers_and_sizes_change_together():
-    """The second size is compiled for all of them, the number after it becomes an input beside them."""
+    """The second size is compiled for all sizes; the second number becomes an input of that entry."""
     module = Annealed()
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module)

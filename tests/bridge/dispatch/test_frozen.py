@@ -26,7 +26,7 @@ TOLERANCE = {torch.float64: {"rtol": 1e-10, "atol": 1e-10}, torch.float32: {"rto
 
 
 def lively(module: nn.Module) -> nn.Module:
-    """In evaluation mode, with statistics that are no zeros and ones."""
+    """In evaluation mode, with statistics other than zeros and ones."""
     for child in module.modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.running_mean is not None:
             nn.init.normal_(child.running_mean)

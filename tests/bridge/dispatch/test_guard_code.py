@@ -207,7 +207,7 @@ def test_all_of_it_as_it_was_is_dispatched(module):
 
 
 def test_another_base_of_a_class_is_seen_and_named():
-    """No dictionary of the class is written to. Put back, bases are equal, not the same: a call is compared whole."""
+    """No dictionary of the class is written to. Restored bases are equal, not identical: a call is compared whole."""
 
     class Low:
         offset = 1.0

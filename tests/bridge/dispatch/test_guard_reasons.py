@@ -465,7 +465,7 @@ def test_a_listed_tensor_that_is_nested_by_now_is_told():
 
 
 def test_quick_is_never_more_than_match():
-    """Whatever the quick look takes, the thorough one takes too and hands over the same tensors."""
+    """The thorough check accepts every call that the quick one accepts, and returns the same tensors."""
     torch.manual_seed(0)
     module = Reads()
     add_tvm_dispatch(module, rows())

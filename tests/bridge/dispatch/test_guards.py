@@ -379,7 +379,7 @@ FEW_FRAMES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.skipif(write_counter() is None, reason="this Python counts no writes: reads are compared one by one")
 @pytest.mark.parametrize("name", list(FEW_FRAMES))
 def test_a_hit_runs_few_frames_of_python(name):
-    """Nineteen, one for each instruction, and one more for each that is a function of the library."""
+    """Nineteen frames, one for each instruction, and one more for each library function."""
     make, shape = FEW_FRAMES[name]
     module, x = make(), torch.randn(shape)
     add_tvm_dispatch(module, x)

@@ -192,7 +192,7 @@ def fail(*_):
 
 
 def taken() -> int:
-    """Bytes of arenas that some run has."""
+    """Bytes of arenas in use."""
     return ARENAS.held_bytes - ARENAS.free_bytes
 
 

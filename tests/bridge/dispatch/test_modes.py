@@ -1,4 +1,4 @@
-"""Grad mode and inference mode: calls that an entry of each serves; adding a call that is served already."""
+"""Grad mode and inference mode: the calls that an entry of each serves; adding a call that is served already."""
 
 import copy
 

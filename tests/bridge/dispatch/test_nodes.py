@@ -254,7 +254,7 @@ def test_checkpoints_accumulation_and_anomaly_mode(reentrant):
 
 
 def test_each_tensor_is_saved_once():
-    """By one node: as often as of a module whose backward has one."""
+    """By one node only: as often as for a module with one backward node."""
     _, module, x = pair()
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: packed.append(each) or each, lambda each: each):
@@ -301,7 +301,7 @@ def test_another_default_type_around_the_backward():
 
 
 def test_a_gradient_that_is_a_grad_out():
-    """It is handed out when nothing reads it any more, as are copies of it."""
+    """The gradient is handed out after its last reader, as are copies of it."""
 
     class Sums(nn.Module):
         def __init__(self):

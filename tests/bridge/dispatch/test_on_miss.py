@@ -50,7 +50,7 @@ class OneSize(Scale):
 
 
 def lengths_of(module: nn.Module) -> list[int]:
-    """Of the samples of its entries."""
+    """The lengths of the samples of a module's entries."""
     return [entry.lowered.captured.arguments[0].shape[0] for entry in stats(module).entries]
 
 
@@ -70,7 +70,7 @@ def check(module: nn.Module, eager: nn.Module, x: torch.Tensor) -> None:
 )
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="products of older versions fix the sizes")
 def test_batches_of_varying_length_in_a_loop(caplog):
-    """The second length is compiled for all of them, which the log and the statistics say."""
+    """The second length is compiled for all lengths, which the log and the statistics show."""
     torch.manual_seed(0)
     module = MLP(dropout=0.5)
     eager = copy.deepcopy(module)
@@ -89,7 +89,7 @@ def test_batches_of_varying_length_in_a_loop(caplog):
 
 
 def test_a_size_that_cannot_vary_is_tried_once(caplog, monkeypatch):
-    """And the size at hand is compiled all the same, whatever went wrong with all of them."""
+    """The size at hand is compiled even if compiling for all sizes fails."""
     tried = []  # numbers of dynamic dimensions; a size that forward fixes is then compiled alone
 
     def compiled(call, options, **more):
@@ -382,7 +382,7 @@ def test_what_the_first_call_keeps_on_the_module_is_there_for_the_second(kind, c
 
 
 def test_a_cache_that_every_call_fills_anew_is_compiled_for_a_few_times_only(caplog):
-    """An entry is for the table that forward found; of another length there is another one at every call."""
+    """An entry is for the table that forward found; calls of changing lengths have a new table each time."""
     eager = Cache("attribute").to(DEVICE)
     module = add_tvm_dispatch(copy.deepcopy(eager))
     for count in (4, 5) * 6:

@@ -1,4 +1,4 @@
-"""Modules and inputs in channels_last: read where they lie, gradients laid as eager lays them, and eager's numbers."""
+"""Modules and inputs in channels_last: read in place, gradients in eager's layout, and eager's numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ON_THE_HOST = pytest.mark.skipif(DEVICE.type != "cpu", reason="inputs of a recor
 
 
 class Body(nn.Module):
-    """Convolutions, a weight that elementwise code reads, and one that comes back as a result."""
+    """Convolutions, a weight that elementwise code reads, and a weight that is a result."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +146,7 @@ def test_gradients_are_not_copied_on_the_way_out():
 
 
 def test_of_another_layout_it_is_read_as_well():
-    """A module that is laid out anew, and an input that was dense when it was sampled."""
+    """A module in another memory format than when added, and an input that was dense in the sample."""
     ours, eager, x = pair("two dimensions")
     for order in (torch.contiguous_format, LAST):
         for module in (ours, eager):

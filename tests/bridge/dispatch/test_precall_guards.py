@@ -1,4 +1,4 @@
-"""Numbers that forward reads of its inputs: looked at before anything is computed, with torch's operators."""
+"""Pre-call guard expressions: numbers of the inputs, computed by torch's operators before the compiled forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The word about work that is too small: timed when an entry is added, with no trace in module or generators."""
+"""Profitability: an entry is timed when it is added, without a trace in the module; too small work is logged."""
 
 import copy
 import logging
@@ -70,7 +70,7 @@ def test_eager_being_quicker_is_told(monkeypatch, caplog, ours, told):
 
 @pytest.mark.cpu("eager is not timed on a GPU")
 def test_the_slower_one_is_found(monkeypatch):
-    """A forward that waits is slower in eager: its compiled call does not wait."""
+    """A forward that sleeps is slower in eager: its compiled call does not sleep."""
     monkeypatch.setattr("bridge.dispatch.profitability._PACE", Pace(fewest=6, most=6, warm_up=2))
 
     class Waits(nn.Linear):

@@ -55,7 +55,7 @@ FUNCTIONS = (
 
 
 def layer(draw, rank, channels):
-    """One that takes so many channels, and how many it has."""
+    """A random layer for so many channels, and its number of output channels."""
     conv, transposed = ((nn.Conv2d, nn.ConvTranspose2d), (nn.Conv3d, nn.ConvTranspose3d))[rank - 2]
     out, size = draw.choice([1, 2, 3, 4, 8]), draw.choice([1, 2, 3])
     match draw.choice("convolution convolution depthwise transposed norm pool average scale function function".split()):

@@ -1,4 +1,4 @@
-"""Training with recorded graphs as people do it: optimizers of all kinds, in the backward too, offload, long runs.
+"""Training with recorded graphs: optimizers of all kinds, also in the backward, offload, long runs.
 
 LONG_RUN=2000 TEST_DEVICE=cuda python -m pytest tests/bridge/dispatch/test_recorded_training.py -k long_run
 """
@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(pair, name):
-    """They change parameters where they lie, so the same recordings serve."""
+    """Optimizers change parameters in place, so the same recordings serve."""
     pair.optimizers = [OPTIMIZERS[name](each.parameters()) for each in pair.both]
     for seed in range(18):
         pair.step(seed, plain)

@@ -1,4 +1,4 @@
-"""Outputs that eager has in another order in memory: the program writes them in that order, and users into them."""
+"""Outputs in another memory layout in eager: the program writes that layout, and users may write into them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 class Turned(nn.Module):
-    """Made dense, and turned then: nothing is copied."""
+    """Computed dense, then transposed as a view: nothing is copied."""
 
     def forward(self, x):
         return (x.exp() * 2).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Samples as people have them, calls in any spelling, and a dispatch that learns the first call."""
+"""Kinds of samples, signature binding of calls, and a dispatch that learns the first call."""
 
 import collections
 import copy
@@ -124,7 +124,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("sample", SPELLINGS)
 def test_a_call_is_matched_however_it_is_spelled(sample):
-    """In each spelling twice: the second time on the quick path."""
+    """Each binding of the arguments twice: the second time on the quick path."""
     module = Optional()
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, SPELLINGS[sample].args, sample_kwargs=SPELLINGS[sample].kwargs)

@@ -1,4 +1,4 @@
-"""torch's settings for CUDA are conditions of entries on a GPU, and of no other's; they are part of programs' keys."""
+"""torch's settings for CUDA are conditions of entries on a GPU alone; they are part of programs' keys."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def guards():
-    """Of a module, as if it were on the host and as if it were on a GPU."""
+    """Guards of a module, as on the host and as on a GPU."""
     module, x = nn.Linear(3, 3), torch.ones(2, 3)
     captured = capture(SampleCall(module, (x,), {}))
     placed = [replace(captured, device=torch.device(device)) for device in ("cpu", "cuda:0")]

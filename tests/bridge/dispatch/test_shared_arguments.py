@@ -1,4 +1,4 @@
-"""Arguments that share memory in the sample: a result is a view of the very argument that eager returns a view of."""
+"""Arguments that share memory in the sample: a result is a view of the argument whose view eager returns."""
 
 import pytest
 import torch

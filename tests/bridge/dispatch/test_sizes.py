@@ -10,7 +10,7 @@ from bridge.dispatch.guards.tensors import MAX_SIZES, SizedTensorGuard
 
 
 def guard_of(*, grads: bool = False) -> tuple[ExtentScope, SizedTensorGuard]:
-    """Of ``x: (batch, length, 8)``, ``mask: (batch, length)`` and ``twice: (2 * length + 1, 4)``, column-major."""
+    """A guard of ``x: (batch, length, 8)``, ``mask: (batch, length)``, column-major ``twice: (2 * length + 1, 4)``."""
     scope = ExtentScope()
     batch, length = scope.symbol("batch", 3), scope.symbol("length", 10, high=512)
     shapes = [(batch, length, 8), (batch, length), (2 * length + 1, 4)]
@@ -34,7 +34,7 @@ def tensors(batch: int, length: int, **changed: torch.Tensor) -> list[torch.Tens
 
 @pytest.mark.parametrize(("batch", "length"), [(3, 10), (2, 2), (7, 512), (100, 31)])
 def test_sizes_in_the_range_fit(batch, length, monkeypatch):
-    """The quick path looks at new ones closely, once: no need to look at the module again."""
+    """The quick path checks new sizes closely, once, without another check of the module."""
     _, guard = guard_of()
     call = tensors(batch, length)
     assert guard.sizes.of(call) == {"batch": batch, "length": length}

@@ -1,4 +1,4 @@
-"""How people use modules: nested dispatch, a layer used twice, averaged copies, instance forwards, odd tensors."""
+"""Uses of modules: nested dispatch, a layer used twice, averaged copies, instance forwards, odd tensors."""
 
 import copy
 import gc

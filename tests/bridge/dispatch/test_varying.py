@@ -1,4 +1,4 @@
-"""Entries for all sizes of a dimension, asked for or found out: eager's results, gradients and draws at every size."""
+"""Dynamic entries, by ``dynamic_shapes`` or by misses: eager's results, gradients and draws at every size."""
 
 import gc
 import html

@@ -21,7 +21,7 @@ class Output:
 
 
 class Told:
-    """A pytree node whose structure is told by a number."""
+    """A pytree node whose structure depends on a number."""
 
     def __init__(self, y, rows):
         self.y, self.rows = y, rows

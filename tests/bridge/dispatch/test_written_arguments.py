@@ -85,7 +85,7 @@ def called(module, x, *others):
 
 
 def _with_its_memory(tensor):
-    """A copy in a copy of all of the memory that it lies in."""
+    """A copy of a tensor inside a copy of its whole storage."""
     if tensor._base is None:
         return tensor.clone()
     return tensor._base.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang+
 
 
 class Cell(nn.Module):
-    """A loop with an own Function in each step."""
+    """A loop with a custom autograd Function in each step."""
 
     def __init__(self):
         super().__init__()

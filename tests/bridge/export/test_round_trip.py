@@ -50,7 +50,7 @@ class Loss(NamedTuple):
 
 
 class Mixed(nn.Module):
-    """A loop, complex numbers on the way, a mask, a user's own Function, an operator that only torch computes."""
+    """A loop, complex numbers on the way, a mask, a custom autograd Function, an operator of torch alone."""
 
     def __init__(self):
         super().__init__()

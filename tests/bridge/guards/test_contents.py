@@ -1,4 +1,4 @@
-"""Contents that a run looked at: each object once, its changes seen, put back in the very object."""
+"""Contents that a run reads: each object once, its changes seen, restored in the same object."""
 
 import functools
 from collections import OrderedDict, deque
@@ -33,7 +33,7 @@ class Color(Enum):
 
 
 def seen(value) -> Insides:
-    """A world in which everything of a value was looked at."""
+    """A world in which all contents of a value were read."""
     world, waiting = Insides({}), [value]
     world.know(value, Place("global", "value"))
     while waiting:
@@ -155,7 +155,7 @@ class OfValues(nn.Module):
 
 @pytest.mark.parametrize("kind", [list, bytearray, deque, np.array])
 def test_an_equal_object_in_its_place_is_looked_into_from_then_on(kind):
-    """The dictionary is not written to when the object changes."""
+    """A later change of the new object does not write to the dictionary."""
     KEPT["v"] = kind([2])
     module, x = OfValues(), torch.ones(3)
     add_tvm_dispatch(module, x)

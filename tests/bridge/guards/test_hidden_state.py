@@ -1,4 +1,4 @@
-"""State that no name leads to: files, the process, C's objects, classes' names; changed between two calls, or moved."""
+"""State without a name: files, the process, objects in C, names of classes; changed between two calls, or by forward."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ class Pair(Net):
 
 
 def test_tensors_that_are_not_compared_may_be_the_same_object():
-    """As labels are that are the input, in a model that hashes its input."""
+    """Labels may be the input tensor, in a model that hashes its input."""
     module, x = Pair(None, lambda x, y: hash(x) == 0), torch.randn(3, 4)
     add_tvm_dispatch(module, (x, x))
     for y in (x, torch.randn(3, 4)):

@@ -379,7 +379,7 @@ CHANGED = ("assignment", "in place", "another thread")
 
 
 class Kind(NamedTuple):
-    """A row of the table; ``is_plain``: an equal object in its place is the same to forward."""
+    """A row of the table; ``is_plain``: forward cannot tell an equal object in its place."""
 
     make: str
     read: str
@@ -406,7 +406,7 @@ ALWAYS = CASES[::13]
 
 
 def build(kind, held, read, path, monkeypatch):
-    """A module of a case, and the names that its changes know."""
+    """A module of a case, and the namespaces of its changes."""
     row, package = ROWS[kind], f"read_{path.name}"
     expression = HELD[held][0].replace("PACKAGE", package)
     value = _HELD.sub(expression, row.read)

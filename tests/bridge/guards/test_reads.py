@@ -1,4 +1,4 @@
-"""State that forward reads, wherever it lies: changed between two calls, the second one is eager's, with a reason."""
+"""State that forward reads, in any place: if it changes between two calls, the second runs eager, with a reason."""
 
 from __future__ import annotations
 

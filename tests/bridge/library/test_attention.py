@@ -22,7 +22,7 @@ SCALE = 0.3
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The kernels' places are taken by formulas; the tensors that these were given."""
+    """Replaces the kernels by formulas; the tensors that these get."""
     given = []
 
     def kernel(name, function):
@@ -112,7 +112,7 @@ class Fused(nn.Module):
 
 @pytest.fixture
 def on_the_host(monkeypatch):
-    """The kernels exist where the test runs, forward; results are laid out behind the program, as on a GPU."""
+    """The forward kernels run on the host; results get eager's layout after the program, as on a GPU."""
     monkeypatch.setattr("bridge.dispatch.results.memory_orders", lambda *_: ())
     library = torch.library.Library("aten", "IMPL")
 
@@ -191,7 +191,7 @@ def test_the_gradient_of_a_mask_is_computed_where_it_is_learned(learned, on_the_
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_formula_of_grouped_heads(causal):
-    """The form that checks compute, which torch differentiates here."""
+    """The formula that ``check`` computes, differentiated by torch here."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 6, 5, 8, generator=generator, dtype=torch.float64).requires_grad_()
     k, v = (torch.randn(2, 2, 5, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
@@ -204,7 +204,7 @@ def test_the_formula_of_grouped_heads(causal):
 
 
 def lying(x, order):
-    """The same numbers, with memory in another order of the dimensions."""
+    """A tensor of equal numbers, with memory in another order of the dimensions."""
     back = [order.index(axis) for axis in range(x.ndim)]
     return x.permute(order).contiguous().permute(back)
 

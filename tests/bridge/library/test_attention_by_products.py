@@ -1,7 +1,7 @@
-"""Attention whose efficient kernel products replace: eager's numbers, gradients, masks and generator.
+"""Attention by products in place of the efficient kernel: eager's numbers, gradients, masks and generator.
 
-Without a GPU: the kernel's stand-in for the host drops by the GPU's rule (:mod:`tests.philox`), and everything is asked
-as if tensors lay on one.
+Without a GPU: the kernel's stand-in on the host draws by the GPU's rule (:mod:`tests.philox`), and decisions are made
+as if tensors were on a GPU.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ BY_PRODUCTS = captured_draws.attends_by_products
 
 
 def on_gpu(operator, query, key, value, rate=0.0):
-    """The rule's answer for tensors that lie on the host, as if they lay on a GPU."""
+    """The rule's answer for tensors on the host, as if they were on a GPU."""
     forms = [SimpleNamespace(shape=each.shape, dtype=each.dtype, device=CUDA) for each in (query, key, value)]
     return BY_PRODUCTS(operator, *forms, rate)
 
 
 @pytest.fixture
 def products(generator, monkeypatch):
-    """The kernel on the host drops as a GPU's; products take its place where they would there. The generator."""
+    """A generator; the kernel on the host draws from it as a GPU's, and products replace it where they would there."""
 
     def kept(weights, dropout):
         if dropout is None:
@@ -82,7 +82,7 @@ def masks(products, monkeypatch, request):
 
 
 class Attending(nn.Module):
-    """Two attentions of different rates, the first of which reads a product."""
+    """Two attentions of different rates; the first reads a product."""
 
     def __init__(self, width=8, rates=(0.3, 0.5)):
         super().__init__()
@@ -167,7 +167,7 @@ def test_weights_that_would_fill_the_gpu_are_the_kernels(monkeypatch):
 
 @pytest.mark.parametrize("low", [-torch.inf, torch.finfo(torch.float32).min], ids=str)
 def test_rows_that_attend_to_nothing_are_zero(products, low):
-    """As the kernel has it, which raises 2 to scores times ``log2(e)``: the lowest number overflows."""
+    """As in the kernel, which raises 2 to scores times ``log2(e)``: the lowest number overflows."""
 
     class Masked(nn.Module):
         def forward(self, q, k, v, mask):

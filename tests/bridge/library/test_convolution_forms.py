@@ -1,4 +1,4 @@
-"""Forms of convolutions: torch's numbers, refused for arguments that they are not for, compiled where chosen."""
+"""Algorithm variants of convolutions: torch's numbers, refused for unsupported arguments, compiled where chosen."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_torchs_numbers_or_refused(name, case):
 
 @pytest.mark.cpu("calls of a GPU have one form")
 def test_a_step_in_the_forms_that_are_chosen():
-    """All calls of a step are found, forms are compiled for those classes, and choices survive a file."""
+    """All calls of a step are found, variants are compiled for their classes, and choices survive a file."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, groups=4, bias=False))
     x = torch.randn(2, 3, 7, 6, requires_grad=True)

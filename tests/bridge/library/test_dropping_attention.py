@@ -60,7 +60,7 @@ class Counting:
 
 
 def kernels_of(generator):
-    """Forward and backward on the host, by operator; the forward moves the generator as far as it has elements."""
+    """Operator → forward and backward on the host; the forward moves the generator by its number of elements."""
 
     def forward(name, more):
         def compute(q, k, v, *rest, scale=None, **given):
@@ -229,7 +229,7 @@ class Masked(Layers):
 
 
 def test_a_kernel_that_numbers_choose_where_they_are_not_traced_is_the_one_that_eager_takes(generator):
-    """Each outcome is an entry with eager's kernel and eager's draws."""
+    """Each value of the number is an entry with eager's kernel and draws."""
     module, eager = Masked("flash").double(), Masked("flash").double()
     eager.load_state_dict(module.state_dict())
     plain, masked = tensors(), tensors()
@@ -244,7 +244,7 @@ def test_a_kernel_that_numbers_choose_where_they_are_not_traced_is_the_one_that_
 
 
 class Biased(Layers):
-    """Eager's kernel is another than the one that is traced; in half types its masks alone do not tell."""
+    """Eager takes another kernel than the traced one; in half types its masks alone do not show the difference."""
 
     def forward(self, q, k, v):
         name = "efficient" if torch.compiler.is_compiling() else "flash"
@@ -280,7 +280,7 @@ def sized(batch, length):
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="shape functions of older versions fix the sizes")
 @pytest.mark.parametrize("name", sampled(KERNELS, spread(KERNELS, 3)))
 def test_sizes_that_vary(name, generator):
-    """Where the kernel moves its generator as the rule says: one entry for all sizes."""
+    """One entry for all sizes, if the kernel moves its generator by the rule."""
     generator.advance = captured_draws.attention_advance
     module, eager = Layers(name).double(), Layers(name).double()
     eager.load_state_dict(module.state_dict())

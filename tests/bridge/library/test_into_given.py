@@ -1,4 +1,4 @@
-"""Library functions that write their results into given memory: the bits that they return otherwise."""
+"""Library functions that write their results into given memory: the bits of returned results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padding by the library: the matrix, and zeros behind its rows and columns, whichever way it lies."""
+"""Padding by the library: the matrix, and zeros behind its rows and columns, for either memory order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backwards for calls in which some outputs got no gradient: of the one that was made, or of the forward again."""
+"""Backwards for calls in which some outputs get no gradient: from the existing one, or from the forward again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sampling import sampled
 
 
 class Classifier(nn.Module):
-    """A loss, the logits it is of, hidden states that have users of their own: as HuggingFace's models with labels."""
+    """A loss, its logits, and hidden states with other users: as HuggingFace's models with labels."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loops in forward: whatever a cell looks like, its numbers, gradients and draws are eager's, and it is one loop."""
+"""Loops in forward: for many cells, numbers, gradients and draws are eager's, and the cell is one loop."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Solver(nn.Module):
 
 
 class TwoBack(nn.Module):
-    """A step reads the two before it."""
+    """A step reads the states of the two steps before it."""
 
     def __init__(self):
         super().__init__()
@@ -288,7 +288,7 @@ def test_rows_of_sums_leave_the_loop_for_a_gpu(sums_later, monkeypatch):
 
 @pytest.mark.cpu("on a GPU in float32 a loop reads a copy")
 def test_no_weight_of_a_loop_is_transposed_in_memory():
-    """Its steps read the weight as it lies, and its gradient is a product."""
+    """Its steps read the weight in its memory layout, and its gradient is a product."""
     module = add_tvm_dispatch(Cells(nn.RNNCell), torch.randn(3, 6, 3, requires_grad=True))
     (entry,) = stats(module).entries
     reading = [line for line in str(entry.forward).splitlines() if "p_cell_weight_hh" in line]

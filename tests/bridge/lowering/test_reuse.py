@@ -233,7 +233,7 @@ def test_attributes_that_the_first_call_sets(captures):
 
 
 class Configures(nn.Module):
-    """Its first call chooses in an object that it holds."""
+    """Its first call sets an attribute of an object that it holds."""
 
     def __init__(self):
         super().__init__()

@@ -18,7 +18,7 @@ SHAPES = ({0: Dim("rows", min=2, max=40)},)
 
 
 class Block(nn.Module):
-    """A layer that is the same function for the sample's five rows, whatever ``way`` and ``index`` are."""
+    """A layer that is the same function for the sample's five rows, for each ``way`` and ``index``."""
 
     def __init__(self, way: str = "plain", index: int = 5):
         super().__init__()

@@ -156,7 +156,7 @@ def test_autocast():
 
 
 class Returned(Model):
-    """The logits, a number for each row, another number of them, or the predicted words, are returned too."""
+    """Also returns the logits, a number for each row, another number of them, or the predicted words."""
 
     def __init__(self, what):
         super().__init__(flat)
@@ -197,7 +197,7 @@ def test_a_product_of_a_tensor_with_itself_stays_whole():
 
 
 class Halved(Model):
-    """Memory that eager's backward reads changes behind the loss."""
+    """Memory that eager's backward reads changes after the loss."""
 
     def __init__(self):
         super().__init__(lambda logits, labels: flat(logits * self.scale, labels))

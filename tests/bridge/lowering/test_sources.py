@@ -1,4 +1,4 @@
-"""Digests of a module's code: of files that the system reads while something else goes on."""
+"""Digests of a module's code: source files, read in the background."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_every_variable_knows_where_it_comes_from(lowered):
 
 
 def test_every_value_of_a_recurrence_beside_an_attention_can_be_placed():
-    """Values that are joined after differentiation are read by the backward alone."""
+    """Only the backward reads values that are joined after differentiation."""
 
     class Own(nn.Module):
         def __init__(self):

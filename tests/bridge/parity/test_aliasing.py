@@ -385,7 +385,7 @@ def test_gradients_of_empty_tensors_by_parts():
 
 @pytest.mark.parametrize("scatter", [torch.as_strided_scatter, torch.Tensor.as_strided_scatter])
 def test_as_strided_scatter_has_torchs_own_derivative(scatter):
-    """Which is wrong where the source is written; so it is refused where it is the operator of a write."""
+    """Torch's derivative is wrong where the source is written; so the operator is refused as a write."""
     x, y = torch.randn(5, requires_grad=True), torch.randn(2, requires_grad=True)
     module = add_tvm_dispatch(Function(lambda x, y: scatter(x * 2, y, (2,), (2,), 1)), (x, y))
     found = module(x, y), scatter(x * 2, y, (2,), (2,), 1)

@@ -51,7 +51,7 @@ def of(names: Iterable[str], always: Container[str]) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """A model in float64, all of it: where its code asks for float32 (norms, rotations, losses), it gets float64."""
+    """A model wholly in float64: where its code asks for float32 (norms, rotations, losses), it gets float64."""
     model = MODELS[request.param]
     double = types.ModuleType("torch")
     double.__dict__.update(torch.__dict__, float32=torch.float64)

@@ -52,7 +52,7 @@ class LanguageModel(nn.Module):
 
 
 def text():
-    """Batches of the lengths by turns: each row counts on, in steps of its own, where the batch before left off."""
+    """Batches of alternating lengths: each row counts on, by its own increment, from the last batch."""
     steps, now = torch.arange(1, BATCH + 1).unsqueeze(1), torch.zeros(BATCH, 1, dtype=torch.long)
     for number in range(STEPS):
         tokens = (now + steps * torch.arange(LENGTHS[number % len(LENGTHS)] + 1)) % VOCABULARY

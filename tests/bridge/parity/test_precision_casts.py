@@ -71,7 +71,7 @@ class LearnedBias(nn.Module):
 
 
 def refused_on_a_gpu(is_recurrent):
-    """Where draws are cuDNN's own."""
+    """Expects the refusal of recurrent layers with dropout on a GPU, whose draws cuDNN makes; else nothing."""
     if is_recurrent and DEVICE.type == "cuda":
         return pytest.raises(UnsupportedModule, match="a recurrent layer with dropout between its layers: on a GPU")
     return nullcontext()
@@ -139,7 +139,7 @@ def test_an_lstm_in_bfloat16_is_eagers_kernel(bias):
 
 
 class Decorated(nn.Linear):
-    """Each call is a region of its own: its cast of the weight is gone with it."""
+    """Each call is an autocast region: its cast of the weight ends with it."""
 
     @torch.autocast(DEVICE.type, dtype=torch.bfloat16)
     def forward(self, x):
@@ -176,7 +176,7 @@ def test_gradients_of_casts_at_each_use_are_added_in_float32(kind):
 
 
 class TwoTypes(nn.Module):
-    """Eager's cache holds both in bfloat16, and the region gets that instead of float16."""
+    """Eager's cache holds both in bfloat16, and the region gets bfloat16 instead of float16."""
 
     def __init__(self):
         super().__init__()

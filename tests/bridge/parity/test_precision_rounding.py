@@ -37,7 +37,7 @@ class Factors(nn.Module):
 
 
 class Beside(nn.Module):
-    """Which numbers a kernel takes as they are, and which as the half type holds them, differs between devices."""
+    """Devices differ in which numbers a kernel takes exactly, and which rounded to the half type."""
 
     def forward(self, x: Tensor, y: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
         return (

@@ -1,4 +1,4 @@
-"""The interpreter's operators against TVM's own: two readings of one definition."""
+"""The interpreter's operators against TVM's own: two implementations of one definition."""
 
 import pytest
 import torch

@@ -163,7 +163,7 @@ def test_a_call_that_fails_after_a_draw_is_eagers_from_the_same_state(function, 
 
 @pytest.mark.parametrize("on_miss", ["eager", "compile"])
 def test_a_call_beside_a_thread_that_draws_is_eagers(on_miss, monkeypatch):
-    """Its numbers would be the other thread's again; the next call, undisturbed, is a hit."""
+    """Its numbers would repeat the other thread's; the next call, undisturbed, is a hit."""
 
     def disturbed(*states):
         monkeypatch.undo()

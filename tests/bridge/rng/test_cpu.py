@@ -206,7 +206,7 @@ def test_the_check_compares_bits_and_states(kernels, wrong):
 
 
 class Drops(nn.Module):
-    """Masks large and small, other draws between them, a mask drawn for nothing, one that is a number."""
+    """Masks large and small, other draws between them, an unused mask, a mask of floats."""
 
     def __init__(self):
         super().__init__()

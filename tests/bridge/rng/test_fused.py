@@ -82,7 +82,7 @@ def test_in_eagers_order_among_other_draws():
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_a_draw_that_decides_nothing_is_refused(rate):
-    """Eager moves the generator all the same. ``torch.nn.functional.dropout`` draws nothing."""
+    """Eager still moves the generator. ``torch.nn.functional.dropout`` draws nothing."""
     with pytest.raises(UnsupportedModule, match=f"a mask for the rate {rate}"):
         add_tvm_dispatch(Function(lambda x: dropped(x, rate)), torch.randn(3))
     ours, eager, x = (*(Function(lambda x: F.dropout(x, rate)) for _ in range(2)), torch.randn(3))
@@ -150,7 +150,7 @@ def test_dropout_on_a_gpu_is_observed_with_the_layout_of_what_it_reads():
 
 
 def test_of_inputs_in_one_memory_it_is_the_one_that_is_read():
-    """Other calls may give them in memories of their own."""
+    """Other calls may pass inputs in separate memories."""
     draws, memory = [], torch.empty(48, dtype=torch.float16)
     inputs = [memory[:6], memory[6:30].view(4, 6), memory[30:]]
     with DrawRecorder(draws, lambda *words: None, inputs=inputs):
@@ -183,7 +183,7 @@ def test_every_draw_has_its_device():
 
 @pytest.mark.parametrize("of, offset, first", [(None, 0, 0), (None, 36, 2), (0, 0, 6), (0, 4, 0), (1, 16, 5)])
 def test_the_tensor_to_draw_for_lies_as_eagers(of, offset, first):
-    """Its address is the same number modulo 16, whatever the inputs are called with."""
+    """Its address is equal modulo 16, for inputs at any address."""
     memory = torch.empty(64, dtype=torch.bfloat16)
     inputs = [memory[6:], memory[29:]]
     draw = Draw(
@@ -216,7 +216,7 @@ def test_the_launch_on_an_h200(count, threads, advance):
 
 
 def test_a_draw_of_the_host_is_moved_to_the_program():
-    """Used ones; the others are made where eager makes them, and stay there."""
+    """Only used draws; the others are made in eager's order, and stay on the host."""
     draw = Draw("aten.randn.default", (3,), (1,), torch.float32, ((3,),), (("device", torch.device("cpu")),))
     torch.manual_seed(0)
     made = Draws([draw, draw], [], [1], "Module", device=torch.device("meta")).make()

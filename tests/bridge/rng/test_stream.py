@@ -57,7 +57,7 @@ def test_chunks_cover_the_stream():
 
 
 def test_masks_of_many_sizes_share_jumps():
-    """Sizes that vary find few new jumps, each of which takes long to find."""
+    """Dynamic sizes need few new jump polynomials, which are slow to find."""
     assert len({tuple(streams.chunks_of(elements, 2)) for elements in range(4 * 10**6, 8 * 10**6, 10**4)}) <= 10
 
 
@@ -115,7 +115,7 @@ def test_small_masks_stay_on_one_thread():
 
 
 def test_chunks_that_do_not_fit_together_are_found(kernels, small_chunks, monkeypatch, caplog):
-    """A wrong polynomial: one thread draws, rightly."""
+    """With a wrong polynomial one thread draws, and the bits are right."""
     monkeypatch.setattr(cpu, "power", lambda distance, power=cpu.power: power(distance + 1))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     streams._terms.cache_clear()

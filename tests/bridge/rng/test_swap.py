@@ -62,7 +62,7 @@ def test_states(now):
 
 @pytest.mark.parametrize("other", [None, "before", "after", "keeps"])
 def test_undo(other):
-    """Another thread's numbers do not come again, one that it keeps for later among them."""
+    """Another thread's numbers do not repeat, including the cached normal number."""
 
     def draw(generator=None):
         torch.rand(7, generator=generator)

@@ -1,4 +1,4 @@
-"""Masks beside other threads: one stream, each number drawn once, whatever the others do; forks; interrupts."""
+"""Masks beside other threads: one stream, each number drawn once; forks; interrupts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk cache of a test's own, and races whose seconds follow from the choices of the two that are raced."""
+"""Fixtures: a disk cache for one test, and A/B timing whose seconds follow from the candidates' choices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def as_another_process():
 
 
 class FakeRace:
-    """Stands in for a race: seconds of choices by ``seconds_of``, without running anything."""
+    """Stands in for A/B timing: seconds of choices by ``seconds_of``, without running anything."""
 
     def __init__(self, seconds_of):
         self.seconds_of, self.count = seconds_of, 0

@@ -162,7 +162,7 @@ class Noise(TableCandidates):
 
 
 def test_noise_alone_is_never_kept():
-    """Of many candidates that are as fast, some win their race by chance; the last race confirms none of them."""
+    """Some of many equally fast candidates win by chance; the last timing confirms none of them."""
     found, kept = [], []
     for seed in range(8):
         track = Noise(seed)

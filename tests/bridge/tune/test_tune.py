@@ -39,7 +39,7 @@ def tuned(module, x, race, final=None, freeze=False, log=None, tunables=(LANES,)
 
 
 def eight_lanes(choices) -> float:
-    """Vectors of eight are the best there is, nothing else matters."""
+    """Seconds by which vectors of eight are the best, and nothing else matters."""
     return 0.8 if dict(choices.order).get("lanes") == 8 else 1.0
 
 
@@ -116,7 +116,7 @@ def test_numbers_that_deviate_are_never_kept(used_cache, fake_race, monkeypatch)
 
 
 def test_the_module_is_left_as_it_was(used_cache):
-    """Real races: parameters, buffers, gradients, hooks, attributes, generators."""
+    """With real timings: parameters, buffers, gradients, hooks, attributes, generators."""
     module, x = block(), sample().requires_grad_()
     module.weight_hooked = [parameter.register_hook(pytest.fail) for parameter in module.parameters()]
     module.register_forward_hook(lambda *_: pytest.fail("called"))

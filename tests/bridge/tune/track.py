@@ -1,4 +1,4 @@
-"""A track without a clock or a compiler: seconds of choices from a table, for searches that are the same every time."""
+"""Candidates without a clock or a compiler: seconds of choices from a table, for deterministic searches."""
 
 from __future__ import annotations
 
