@@ -1,4 +1,4 @@
-"""State without a name: files, the process, objects in C, names of classes; changed between two calls, or by forward."""
+"""State without a name: files, the process, objects in C, names of classes; changed between calls, or by forward."""
 
 from __future__ import annotations
 

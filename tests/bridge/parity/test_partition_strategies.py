@@ -1,4 +1,4 @@
-"""Every partition strategy through the bridge: equal numbers for each choice of saved tensors; masks drawn once; clear errors."""
+"""Every partition strategy through the bridge: equal numbers; masks drawn once; clear errors."""
 
 from __future__ import annotations
 
