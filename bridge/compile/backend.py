@@ -117,7 +117,7 @@ class Backend(ABC):
 
     @abstractmethod
     def threads(self) -> int:
-        """The number of threads of a kernel that was launched now."""
+        """The number of threads that a kernel launched now would use."""
 
     @abstractmethod
     def settings(self) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 Profitability of a recorded graph: timed first runs of a program → whether host or device is the bottleneck.
 
-A verdict at one size holds for others: a graph also pays at sizes whose work leaves the device less busy than the
-measured margin; where it does not pay, it does not pay for more work.
+A verdict at one size holds for others: a graph that pays also pays for up to ``margin`` times the work; one that does
+not pay does not pay for more work either.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class EntryGraphs:
 
 
 def _dynamic(program: Program) -> frozenset[int]:
-    """Places of the results whose memory has symbolic extents."""
+    """Places of the results that are not in fresh memory of static size."""
     layout = program.layout
     fixed = {made.slot for made in layout.fresh if all(type(extent) is int for extent in made.shape)}
     return frozenset(place for place, slot in enumerate(layout.memory) if slot not in fixed)

@@ -45,7 +45,7 @@ MAX_ADDRESSES = 3
 #: The same bound for a large tensor, whose copy takes time and memory.
 MAX_LARGE_ADDRESSES = 8
 _LATEST = 64
-"""Calls. Parameters that rarely move, as when a checkpoint is loaded, stay static."""
+"""The number of latest calls. Parameters that rarely move, as when a checkpoint is loaded, stay static."""
 _STEADY = 16
 """Replays in a row that reset the count of calls with new addresses."""
 _MOST_KNOWN = 64
@@ -257,7 +257,7 @@ class ReplayResults:
     Attributes:
         forms: metadata of the memory that a run is given: first of ``layout.fresh``, then of ``copied``.
         copied: places of results that library functions allocate.
-        readers: for each of ``layout.fresh``, the first result in it.
+        readers: for each of ``forms``, the first result in it.
 
     Args:
         program: without symbolic extents.

@@ -38,12 +38,12 @@ _STACK = 3 * 2**19
 """Maximum bytes of a task's stack memory: both packed operands, and some rows of the scores."""
 
 _ROWS, _COLUMNS = 32, 64
-"""Upper bounds of the sums of both register tiles' rows, and of a tile's columns."""
+"""Upper bounds of twice a register tile's rows (of scores and of results), and of its columns."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Two products of a layout-agnostic graph: the nodes between them and the second product are the only consumers.
+    """Two products: only the nodes between read the first one's result, and only the second product reads theirs.
 
     Attributes:
         nodes: of the graph, in order: the views that the products read, both products, the nodes between them, and the

@@ -12,7 +12,7 @@ example, a GPU would read four bytes of a constant for each element that a row i
 
 Row values: a few values per row that kernels with rows of several lengths read → computed in each of these kernels.
 The reciprocal root of a variance is one number per row. Gates of a recurrent cell read it in slices of rows, a
-normalization in whole rows; a kernel that stores it would have to run before both, and costs more than one operator.
+normalization in whole rows; a kernel that stores it would have to run before both; recomputed, it costs an operator.
 
 Few rows: a sum of few long rows → additions, fused with the producers of the rows and the consumers of the sum. For
 example, the gradient of a key that four heads share, or of a table of positions for a batch of eight: each result is a

@@ -121,7 +121,7 @@ def _small(extents: Sequence) -> bool:
 
 
 def _axis(rows: Value, heads: Value) -> int | None:
-    """The axis of ``heads`` from which on the elements of a row are."""
+    """The first axis of ``heads`` that belongs to a row."""
     places = range(1, len(heads.shape))
     return next((at for at in places if same(math.prod(heads.shape[:at]), rows.shape[0])), None)
 
