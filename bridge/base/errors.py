@@ -133,7 +133,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def swallowed(error: Exception) -> None:
-    """Reports an error that its handler ignores; with ``BRIDGE_RAISE=1`` in the environment, raises it if it is a bug.
+    """Called with an error that its handler ignores; with ``BRIDGE_RAISE=1`` in the environment, raises a bug.
 
     An error is a bug if its class is not this package's, this package's code raised it, and no user frame took part.
     """
