@@ -32,8 +32,6 @@ def by_turns(
     """Median milliseconds of each run: on the GPU with the host ahead of it, or on the host from idle to idle.
 
     Args:
-        runs: by the names of the peers.
-        rounds: counted turns.
         ahead: whether the GPU sleeps while the host launches; without a GPU it is always the host's clock.
         before: untimed work before each run.
         cycles: of the GPU's sleep.

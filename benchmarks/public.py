@@ -58,10 +58,8 @@ class Child:
     """The process of one model.
 
     Attributes:
-        name: of the model.
         process: leader of its own process group, which includes its helpers.
         events: the pipe with its lines.
-        folder: its scratch.
         row: the results so far.
         heard: the time of its last event.
         stopped_at: the time when it was stopped; ``None``: it runs.

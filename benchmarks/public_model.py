@@ -86,7 +86,6 @@ class Memory:
     """Bytes that each peer holds between steps and at its peak; on a GPU by torch's allocator, which all peers share.
 
     Attributes:
-        device: of the peers.
         held: bytes that a peer's steps leave, with parameters, moments and recorded graphs' memory.
         peak: the same plus the largest excess in any step but the first.
     """
@@ -133,9 +132,7 @@ class Judge:
     """Loss and gradients of a first step in a better precision, and the peers' distances from them.
 
     Attributes:
-        loss: of the step.
         gradients: by the parameter's name, on the CPU.
-        floor: see :data:`_FLOOR`.
         distances: of each peer's gradients, by the parameter's name; ``None`` where only one of the two has one.
     """
 
@@ -197,13 +194,8 @@ class Model:
     """A model to measure, and the settings.
 
     Attributes:
-        listed: the model of a list.
-        rows: of a batch.
-        peers: their names.
-        device: of the measurement.
         precision: a name of :data:`PRECISION_NAMES`.
         patience: seconds for a peer's first step; 0: no limit.
-        seconds: for the times of all peers.
         parent: receives the results.
         has_room: whether the device is otherwise unused, so that a lack of memory is the model's own.
     """

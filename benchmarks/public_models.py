@@ -26,8 +26,6 @@ class PublicModel:
     """A model of a list.
 
     Attributes:
-        suite: the list.
-        rows: examples of a batch.
         make: a module of random parameters, whose first result is a loss.
         batch: ``batch(rows)``: arguments of a call.
         small: whether it is a small form for a CPU.

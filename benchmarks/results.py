@@ -27,10 +27,7 @@ class Results:
     """One run of a benchmark.
 
     Attributes:
-        benchmark: its name, ``train_blocks``.
-        command: its command line.
         machine: processor, cores, threads.
-        versions: of torch, TVM and Python.
         rows: one per case, in the order of the table.
         note: further information for readers, as one sentence.
     """

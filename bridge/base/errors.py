@@ -98,12 +98,7 @@ CALL_BEFORE = "call the module once before; add_tvm_dispatch without a sample co
 
 
 class CompilationError(RuntimeError):
-    """A failure inside the compiler (a bug of this package, not of the module).
-
-    Attributes:
-        stage: the stage that failed.
-        ir: that stage's input, as text.
-    """
+    """A failure inside the compiler (a bug of this package): in the stage ``stage``, on its input ``ir``, as text."""
 
     def __init__(self, stage: str, ir: str, cause: BaseException):
         self.stage = stage

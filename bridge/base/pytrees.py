@@ -130,7 +130,6 @@ class ObjectNode:
     """Stands for an object of a class unknown to pytree.
 
     Attributes:
-        kind: the object's class.
         attributes: its attributes by name, packed.
         items: its items, packed, if it is a dict.
         value: the object itself; ``None`` after flattening and unflattening.

@@ -48,13 +48,10 @@ def is_alone() -> bool:
 
 
 def stack_of(thread: int) -> traceback.StackSummary:
-    """This thread's stack; inside another thread, the stack of ``thread``.
+    """This thread's stack; inside another thread, the stack of ``thread`` (an identifier).
 
     Autograd runs the backward of a GPU's tensors in its own threads, whose stacks have no user frames; the calling
     thread waits meanwhile.
-
-    Args:
-        thread: as of ``threading.get_ident``.
     """
     frame = None if thread == threading.get_ident() else sys._current_frames().get(thread)
     return traceback.extract_stack(frame)

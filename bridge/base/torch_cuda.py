@@ -1,7 +1,5 @@
 """Torch internals of CUDA: the state of ``torch.cuda`` and ``torch.backends``, read in a tenth of a microsecond.
 
-As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names.
-
 cuDNN's recurrent layers: a kind of cell, sizes and directions → its operators' settings.
 """
 

@@ -1,7 +1,5 @@
 """Modes of fake tensors: creation, and release of the real tensors.
 
-As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names.
-
 Hidden fake type: outside of torch, the name of the class leads to a class without instances.
 
 Code may test ``isinstance(x, torch._subclasses.FakeTensor)`` to learn whether forward is traced. Where forward is to be

@@ -1,7 +1,4 @@
-"""Torch's private names of higher-order operators, and Dynamo's trace of one, through which eager runs it.
-
-As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names.
-"""
+"""Torch's private names of higher-order operators, and Dynamo's trace of one, through which eager runs it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Torch internals: every private name of torch that this package uses → the object behind it, or a named error.
 
-No other file of ``bridge`` uses a name of torch that begins with an underscore (a lint test checks that). The import of
+Only this file and the other ``torch_*.py`` use names of torch that begin with an underscore (tested). The import of
 this module looks the names up; for a name that a version lacks there is a fallback, or the import fails and names it.
 Slow imports (Dynamo, Inductor, AOTAutograd) happen at first use.
 

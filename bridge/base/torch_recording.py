@@ -1,7 +1,4 @@
-"""Torch's private names for modes above autograd and autocast (the pre-dispatch key).
-
-As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names.
-"""
+"""Torch's private names for modes above autograd and autocast (the pre-dispatch key)."""
 
 from __future__ import annotations
 

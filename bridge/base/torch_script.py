@@ -1,7 +1,4 @@
-"""TorchScript functions: run operator by operator, without the fusions of earlier calls.
-
-As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names.
-"""
+"""TorchScript functions: run operator by operator, without the fusions of earlier calls."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ def run_unfused(function: Any, *args: Any, fakes: bool, **kwargs: Any) -> Any:
     """A TorchScript function's results, computed operator by operator, whatever its earlier calls have optimized.
 
     A first call runs unfused: this calls a new function with the same graph. Not on real tensors if the graph holds
-    tensors, as a traced one does: torch does not read them in a first call under a mode.
-
-    Args:
-        fakes: whether it is called with fake tensors.
+    tensors, as a traced one does: torch does not read them in a first call under a mode. ``fakes``: on fake tensors.
     """
     constants = () if fakes else (node for node in function.graph.nodes() if node.kind() == "prim::Constant")
     if any(node.hasAttribute("value") and node.kindOf("value") == "t" for node in constants):

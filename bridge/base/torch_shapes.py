@@ -1,7 +1,6 @@
 """Symbolic sizes of torch: ``SymInt``, its expression, and the environment with the guards on sizes.
 
-As for :mod:`bridge.base.torch_internals`, a lint test holds: no other file uses these private names. The expressions
-are sympy's, some of torch's own classes; consumers dispatch on the class names.
+The expressions are sympy's, some of torch's own classes; consumers dispatch on the class names.
 """
 
 from __future__ import annotations

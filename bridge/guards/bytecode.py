@@ -46,7 +46,6 @@ class DataFlow:
         reads: sources that are looked up: names, attributes, items.
         variables: for each assigned local, the sources of its values.
         wholes: sources whose contents are looked at: iterated, compared or shown (true), tested, handed to an operator.
-        calls: by the offset of the instruction.
         writes: ``("attr", source of the object, name)``, ``("item", source of the container, sources of the key)``,
             ``("global", name)``, ``("cell", name)``.
         operators: special methods that its operators look up.
@@ -54,7 +53,6 @@ class DataFlow:
         iterated: sources whose next values are taken, if they are iterators.
         relations: values and the classes that ``match`` and ``except`` compare them with.
         compared: results of calls and operators that are compared.
-        offsets: of its instructions.
         by_results: whether an entry is looked up by a key that another function returns.
     """
 

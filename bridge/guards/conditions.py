@@ -171,7 +171,6 @@ class ReadGuard:
     """The conditions of one entry on the state that its forward read.
 
     Args:
-        reads: the recorded reads.
         registered: the modules of the tree, whose registries and attributes have conditions of their own.
         but: places that forward sets before it reads them: their holder, and the key there.
     """

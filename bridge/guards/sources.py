@@ -70,7 +70,6 @@ class Frame:
     Attributes:
         args, cells: its arguments and closure variables at its begin.
         calls: the calls that it has made.
-        variables: its assigned variables.
         over: whether it has returned. ``writes``: the world's count of possible writes when it was last followed.
         locals: its variables, while a function in C is about to be called.
     """

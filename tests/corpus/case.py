@@ -32,7 +32,6 @@ class Case:
 
     Attributes:
         make: a new module, always with the same numbers.
-        add: adds dispatch to it.
         calls: one forward and one backward each, with arguments of its own.
         about: a text that identifies the case in both trees.
         context: entered around all of it.

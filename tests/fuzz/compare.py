@@ -284,7 +284,7 @@ def _judge_kinds(again: Again, call: Call, got: Played, want: Played) -> None:
         return  # an assertion of forward about overflowed values: it depends on the kernel as well
     others.append(again(call, PartByPart()))
     strided = replace(call, arguments=lambda: other_layout(call.arguments()))
-    with contextlib.suppress(Exception):  # such strides may be refused, for example by an in-place write
+    with contextlib.suppress(Exception):  # some strides may be refused, for example by an in-place write
         others += [again(strided, mode) for mode in (contextlib.nullcontext(), PartByPart())]
     for name in far:
         one, value = got.values[name].double(), want.values[name].double()

@@ -152,13 +152,11 @@ class Program:
     """A module and its sample call.
 
     Attributes:
-        seed: of its generation.
         dtype: name of its main element type, ``D`` in the text.
         init: lines of ``__init__``.
         arguments: ``(name, expression, by keyword)`` of each argument of ``forward``; an expression may use the names
             before it.
         body: statements of ``forward``, each of one or several lines.
-        result: the expression that ``forward`` returns.
         training: the module's mode.
     """
 

@@ -28,14 +28,7 @@ _FLAT = {aten.put.default, aten.put_.default}
 
 
 class Races(TorchDispatchMode):
-    """Runs racing writes in another order.
-
-    Args:
-        seed: of the order.
-
-    Attributes:
-        met: names of the operators whose results differ from those in their own order.
-    """
+    """Runs racing writes in another order, by ``seed``; ``met``: operators whose results then differ."""
 
     def __init__(self, seed: int):
         super().__init__()

@@ -37,7 +37,6 @@ def run_seeds(
     """Calls ``report`` with each seed and its program's verdict.
 
     Args:
-        make: the program of a seed.
         jobs: processes, each with one thread; a seed whose process dies, or takes more than ``seconds``, is a crash.
             ``None``: this process, which a kernel's assertion on a GPU leaves without its device.
     """

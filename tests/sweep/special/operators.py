@@ -27,7 +27,6 @@ class Case:
     """An operator at its points.
 
     Attributes:
-        function: of tensors.
         inputs: dtype → tensors whose first axis counts the points.
         alone: each point is a call of its own (for operators that mix points), not a row of one call.
         constant: positions of float inputs without a gradient.

@@ -70,8 +70,6 @@ def run(
     """Compares an operator with eager.
 
     Args:
-        case: the operator and its points.
-        dtype: of its floating point inputs.
         excuse: a difference → the reason that justifies it, or ``None``.
         reference: the eager function, if it is not the operator.
 
