@@ -44,8 +44,7 @@ def test_several_are_added_up():
 
 
 class Rows(torch.nn.Module):
-    """Log-softmax along an axis; one number of a row is read, or all; cast between, as autocast on a GPU
-    does."""
+    """Log-softmax along an axis; one number of a row is read, or all; cast between, as under a GPU's autocast."""
 
     def __init__(self, all_are_read: bool, cast: torch.dtype | None = None):
         super().__init__()
@@ -69,8 +68,7 @@ class Rows(torch.nn.Module):
     ),
 )
 def test_a_loss_keeps_numbers_of_a_row(all_are_read, dtype, cast):
-    """Two to recompute the row, and the picked number. Unless the user wants rows, the forward writes none, and
-    its backward sums none."""
+    """Two to recompute the row, and the picked number: the forward writes no rows, and the backward sums none."""
     x = torch.randn(2, 7, 3, 2, requires_grad=True, dtype=dtype)
     lowered = lower(Rows(all_are_read, cast), (x, torch.randint(0, 7, (2, 3, 2))))
     lowered.check()

@@ -1,7 +1,4 @@
-"""Scenarios of :mod:`tests.bridge.distributed_worker` for a model that is dispatched as a whole.
-
-Its backward has several autograd nodes.
-"""
+"""Scenarios of :mod:`tests.bridge.distributed_worker` for a whole dispatched model, with several backward nodes."""
 
 from __future__ import annotations
 
@@ -238,8 +235,7 @@ def parallel_plans() -> Report:
 
 
 def distributed_parameters() -> Report:
-    """The errors of a dispatched and an eager module for parameters that became shards without a plan, and for a shard
-    that is passed to a module with plain parameters."""
+    """Errors, dispatched and eager: parameters sharded without a plan; a shard as argument of plain parameters."""
     mesh, x = init_device_mesh("cpu", (WORLD,)), torch.randn(4, WIDTH, dtype=torch.float64)
     whole = distribute_tensor(x, mesh, [Replicate()])
     found = {}

@@ -72,10 +72,7 @@ class Net(nn.Module):
 
 
 class Block(nn.Module):
-    """No bias in front of BatchNorm, which subtracts it again.
-
-    Its gradient would be rounding alone, and AdamW scales that to steps as large as any.
-    """
+    """No bias before BatchNorm: its gradient would be rounding alone, which AdamW scales to full steps."""
 
     def __init__(self, normalization: type[nn.Module]) -> None:
         super().__init__()

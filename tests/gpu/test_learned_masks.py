@@ -19,10 +19,7 @@ pytestmark = ON_A_GPU
 
 
 class Window(nn.Module):
-    """Attention in windows of seven by seven, with a table of relative positions.
-
-    Eager takes the kernel where rows of the bias are dense, the formula where they are not.
-    """
+    """Attention in windows of 7 x 7, with relative positions; eager takes the kernel if rows of the bias are dense."""
 
     def __init__(self, width=32, rate=0.0, tokens=49, dense=True):
         super().__init__()

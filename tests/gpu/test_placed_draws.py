@@ -1,7 +1,4 @@
-"""Draws that programs make by themselves on a GPU, in eager's order: attention's dropout, computed parameters.
-
-Numbers are of the same kernels as eager's, from the same state of the generator.
-"""
+"""In-kernel draws on a GPU, by eager's kernels from eager's state: attention's dropout, computed parameters."""
 
 from __future__ import annotations
 

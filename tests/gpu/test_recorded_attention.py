@@ -1,7 +1,4 @@
-"""CUDA graphs of programs whose attention drops: graphs, and the kernels between them, beside single launches.
-
-Outputs, gradients, buffers and the generator are compared bit by bit.
-"""
+"""Piecewise CUDA graphs of attention with dropout: outputs, gradients, buffers, generator as by single launches."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ def test_the_least_is_found_where_no_single_capture_can_be_given_up():
 
 
 def test_row_statistics_are_not_given_up_for_nothing():
-    """The least is the product alone; mean(p^2) beside it is a row more, and half the work. A budget may ask for that,
-    but one that is out of reach anyway does not pay for it."""
+    """The least is the product alone; mean(p^2) beside it is a row more, and half the work: an unreachable budget
+    does not give it up."""
     b = Builder()
     rows, width = 8, 512
     x, w = b.param("x", (rows, 16)), b.param("w", (16, width))

@@ -224,8 +224,7 @@ class SinkChannelPermutes:
 @golden(sink_channel_permutes)
 @I.ir_module
 class ColumnsOfAPermutation:
-    """A sum that keeps the last axis of a permutation's operand, through point-wise operators, concatenation and slice.
-    A permutation whose sums keep another axis stays."""
+    """A sum that keeps the permuted operand's last axis sinks; a permutation whose sums keep another axis stays."""
 
     @R.function(private=True)
     def before(x: R.Tensor((2, 4, 5, 6), "float32"), a: R.Tensor((2, 6, 4, 5), "float32")):

@@ -1,7 +1,6 @@
 """A module that is dispatched and run: its compiled functions, and the bits of its outputs, gradients and buffers.
 
-:func:`main` prints them as JSON; :func:`in_children` returns them for forked processes, which start with nothing
-compiled and without loading time.
+:func:`main` prints them as JSON; :func:`in_children` returns them for forked processes with nothing compiled.
 """
 
 from __future__ import annotations

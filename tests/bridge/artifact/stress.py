@@ -181,11 +181,7 @@ def _assert_whole(path: Path, kind: str) -> None:
 
 
 def flipped(work: Work, count: int, rng: random.Random) -> Counter:
-    """Another bit in every file of a kind, so many times for each kind; the runs by kind.
-
-    Raises:
-        AssertionError: a process computes other bits then.
-    """
+    """Flips a bit in every file of a kind, so many times for each kind, and asserts equal bits; the runs by kind."""
     runs: Counter = Counter()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -200,11 +196,7 @@ def flipped(work: Work, count: int, rng: random.Random) -> Counter:
 
 
 def on_full_disks(work: Work) -> Counter:
-    """A run for each size above which files do not fit.
-
-    Raises:
-        AssertionError: a process computes other bits there.
-    """
+    """A run for each size above which files do not fit; asserts equal bits."""
     allowed, runs = allowed_on_a_full_disk(work), Counter()
     for size in SIZES:
         with tempfile.TemporaryDirectory() as scratch:

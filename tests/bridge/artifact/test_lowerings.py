@@ -164,8 +164,7 @@ def asked(make=Asking):
 
 @pytest.mark.parametrize("make", sampled([Asking, Looping, Reading, AskingAndReading], [AskingAndReading]))
 def test_what_the_runs_did_is_found_in_a_pack(used_cache, monkeypatch, tmp_path, make):
-    """By its operators in eager's branches, by one step of each loop, or by numbers that it reads, in a later process
-    on another machine."""
+    """By operators in eager's branches, one step of each loop, or numbers that it reads, on another machine."""
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
     found = in_children(1, partial(asked, make))
     assert cache.main(["pack", make.__name__, str(tmp_path / "file")]) == 0

@@ -68,8 +68,7 @@ class Before(Net):
 
 
 class Grouped(Net):
-    """Normalizations of groups of channels: of the argument, between convolutions, of a copy in the other order (as a
-    GPU makes it of all), one with a channel a group."""
+    """Group norms: of the argument, between convolutions, of a copy in the other order, of one channel a group."""
 
     def forward(self, x):
         y = nn.functional.group_norm(x, 3) + nn.functional.group_norm(x, 1).tanh()

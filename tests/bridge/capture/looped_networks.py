@@ -233,8 +233,7 @@ class OneOfTwo(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Sums, gates and activations are written where they were; ``later``: and after the loop; a list has one tensor at
-    each place."""
+    """Sums, gates and activations in place; ``later``: also after the loop; a list with one tensor at each place."""
 
     def __init__(self, later=False):
         super().__init__()

@@ -363,10 +363,7 @@ def naming_them(h, x):
 
 @pytest.mark.parametrize("function", [with_a_distribution, with_settings_of_its_own, naming_them])
 def test_validation_of_distributions_is_a_switch_of_the_process(function):
-    """Dynamo switches it off for good: an entry without the checks is not for a process that validates again.
-
-    Where the call does not ask, as in a model whose class could make a distribution in another method, it is no matter.
-    """
+    """Dynamo switches it off for good: an entry without the checks is not for a process that validates again."""
     switch, asks = D.Distribution.set_default_validate_args, function is with_a_distribution
     module = Written(function)
     switch(False)

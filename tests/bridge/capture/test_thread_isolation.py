@@ -58,8 +58,7 @@ def rows(count: int = 7) -> torch.Tensor:
 
 
 def unheard(action: Callable[[], None]) -> Callable[[], None]:
-    """Runs ``action`` hidden from the capture, as if another thread had done so: threads that forward
-    starts are refused."""
+    """Runs ``action`` hidden from the capture, as if in another thread: threads that forward starts are refused."""
 
     def run() -> None:
         hear = sys.getprofile()

@@ -166,8 +166,7 @@ def test_sums_of_columns_are_the_same_bits_in_wider_vectors(monkeypatch, dtype, 
 @pytest.mark.parametrize("columns", [300, 30, 7, 96, 2306, 2051])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_any_length_beside_their_places(dtype, columns):
-    """Threads take several vectors of rows that no whole access divides, in a long row a warp's vectors apart; a range
-    is computed, not read."""
+    """Threads take several vectors of rows of any length, in a long row a warp's vectors apart; ranges are computed."""
     x = torch.arange(50 * columns).view(50, columns).remainder(251).to(dtype)
     chosen = torch.arange(50, dtype=torch.int32).remainder(columns).view(50, 1)
 

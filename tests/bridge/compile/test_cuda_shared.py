@@ -53,7 +53,6 @@ def test_no_kernel_declares_more_than_there_is(backend, dtype, others):
 @needs_nvrtc
 @pytest.mark.parametrize(("dtype", "others"), sampled([("float64", ()), ("float64", MIXED)], [("float64", MIXED)]))
 def test_nvrtc_takes_the_most_that_kernels_declare(dtype, others):
-    """Few rows, each of many threads, and many rows of few: with an array of a block's size for each reduction, those
-    of float64 declared 64 KiB."""
+    """Few rows of many threads, and many rows of few; an array of a block's size for each reduction took 64 KiB."""
     assert compiled(source([rows_and_columns(60, 1024, dtype, others)], FOR_LITTLE), "sm_90")
     assert compiled(source([rows_and_columns(700, 128, dtype, others)], BACKEND), "sm_90")

@@ -23,10 +23,7 @@ STEPS = 6
 
 
 class Cells(nn.Module):
-    """An LSTM by hand, of states that are computed: autograd reads a given one again.
-
-    From the last part to the first with ``falls``.
-    """
+    """An LSTM by hand on computed states; ``falls``: from the last part to the first."""
 
     def __init__(self, falls: bool = False):
         super().__init__()

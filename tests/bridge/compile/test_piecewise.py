@@ -53,8 +53,7 @@ def again(emit, grad_out, q, k, v, out, sums, state):
 
 
 def body(emit, x, w, first, second):
-    """Attentions of a computed tensor, arguments and a result of the other, and the backward of one; one's result is
-    the program's."""
+    """Two attentions, the second of the first one's result, and the backward of one; one result is the program's."""
     y = emit(R.matmul(x, w))
     one, sums = dropping(emit, y, x, x, first)
     z = emit(R.nn.softmax(emit(R.reshape(one, SHAPE))))

@@ -1,7 +1,4 @@
-"""Steps read and write the memory that they declare, and nothing else.
-
-The second stream, lifetimes in the arena and piecewise graphs rest on it.
-"""
+"""Steps read and write only the memory that they declare: second stream, arena and piecewise graphs rest on it."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ from tests.sampling import sampled
 
 
 class Confined(Executor):
-    """Fills memory that a step does not declare to read with noise before it; afterwards asserts that memory that it
-    does not declare to write is unchanged, and restores the numbers."""
+    """Fills memory that a step does not declare to read with noise; asserts that it writes only declared memory."""
 
     def __init__(self, program):
         super().__init__(program, HOST, prepare=lambda: None, pool=ArenaPool())

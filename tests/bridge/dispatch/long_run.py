@@ -99,11 +99,7 @@ class _Run:
 
 
 class LongRun:
-    """Both runs. ``steps(count)`` goes on.
-
-    Attributes:
-        ours, eager: the runs.
-    """
+    """Both runs, ``ours`` and ``eager``. ``steps(count)`` goes on."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -33,8 +33,7 @@ def call_of(steps: int) -> Call:
 
 
 def compared(module: nn.Module, lengths: list[int]) -> tuple[nn.Module, list[list[int]]]:
-    """A module, compiled when called, after calls of these lengths with eager's numbers; for each of its entries of any
-    length the proven lengths."""
+    """A module after calls of these lengths, which equal eager's; the proven lengths of each entry of any length."""
     eager = module.double()
     ours = add_tvm_dispatch(copy.deepcopy(eager), on_miss="compile")
     for seed, steps in enumerate(lengths):

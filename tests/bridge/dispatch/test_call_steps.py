@@ -139,8 +139,7 @@ def test_entries_that_are_gone_stay_counted():
 
 @pytest.mark.cpu("steps of the host: a GPU's draws move the generator before the program")
 def test_a_call_costs_no_more_functions_than_it_did():
-    """Python functions that a step of a tiny module enters between torch and the programs; three of them hold the
-    argument, which the compiled backward does not read, for a second derivative."""
+    """Python functions between torch and the programs in a tiny module's step; three are for a second derivative."""
     module, x = nn.Tanh(), torch.randn(4, 4, requires_grad=True)
     add_tvm_dispatch(module, x)
     for _ in range(3):

@@ -1,7 +1,4 @@
-"""Every condition of a guard, broken once: the quick path and the thorough one agree, and the reason names it.
-
-The conditions are asked of the guard itself, so that a new one without a mutation here fails.
-"""
+"""Every condition of a guard, broken once: both paths agree, the reason names it; one without a case here fails."""
 
 from __future__ import annotations
 

@@ -212,8 +212,7 @@ def lying(x, order):
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_cudnns_backward_is_given_plans_of_its_own(batch, drops, monkeypatch):
-    """They are found by the rate and by the layouts of q, k and v: none of eager's is taken. Tensors with rows
-    outside of heads are not copied."""
+    """Plans by rate and layouts of q, k and v, none of eager's; tensors with rows outside of heads are not copied."""
     given = []
 
     def backward(grad_out, q, k, v, out, logsumexp, *rest, **scale):

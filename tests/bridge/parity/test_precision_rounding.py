@@ -1,7 +1,4 @@
-"""Half types: numbers beside a tensor are not rounded to its type, and one operator of torch rounds once.
-
-Compared bit by bit with eager, on every number that the type holds.
-"""
+"""Half types, bit by bit on every number of the type: scalars are not rounded to it, each operator rounds once."""
 
 import itertools
 

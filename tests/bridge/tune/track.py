@@ -25,7 +25,7 @@ class TableCandidates:
     """Takes ``cost`` seconds for each trial; keeps its arguments.
 
     Args:
-        drift: factor on a candidate's seconds in :meth:`confirm`, and so much slower is it then.
+        drift: factor on a candidate's seconds in :meth:`confirm`.
     """
 
     def __init__(self, cost: float = 2.0, drift: float = 1.0):
