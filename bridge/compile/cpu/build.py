@@ -144,7 +144,7 @@ _TURNS = 20_000
 
 @functools.cache
 def attainable_rate(target: Target) -> float:
-    """float32 operations per second of one thread; float64 has half of that.
+    """Floating point operations per second of one thread in float32; float64 has half of that.
 
     Measured once per process: a tenth of a millisecond, and some hundredths of a second to build the kernel.
     """

@@ -3,7 +3,7 @@
 Private pools of torch's allocator: memory for one owner's allocations, which returns to the device with the owner.
 torch ends the whole process when a ``torch.cuda.MemPool`` is destroyed while any thread allocates from a pool of the
 device: the destructor synchronizes, the allocator then refuses, and a destructor's error cannot be caught. The owner's
-last reference may go even inside another allocation, by garbage collection. So a pool outlives its owner as needed.
+last reference may go even inside another allocation, by garbage collection, so a pool may outlive its owner.
 
 Slot memory: results of dynamic size → the same address at each call, whatever the size, while no earlier result is
 alive. A slot is a private pool of torch's allocator with room for the largest size so far. Its first allocation while
@@ -112,7 +112,7 @@ def _destroy_left() -> None:
 
 
 def _memory_is_common() -> bool:
-    """Whether this thread's memory on the current device comes from no pool, a user's or a captured graph's."""
+    """Whether this thread's memory on the current device comes from torch's common pool, not a user's or a graph's."""
     if torch.cuda.is_current_stream_capturing():
         return False
     try:
@@ -218,7 +218,7 @@ def pieces_of(block: torch.Tensor, forms: Sequence[Form], places: Sequence[int])
 
 
 _MEMORIES: weakref.WeakSet[PoolMemory] = weakref.WeakSet()
-"""All memories: their sum is bounded."""
+"""All pool memories; their total bytes are bounded."""
 
 _SPARE: dict[int, int] = {}
 """Device → spare bytes at the last query of the driver, minus later requests."""

@@ -334,7 +334,7 @@ class TaskPartials:
         return self._pieces(vector, width)
 
     def _pieces(self, vector: Expr, width: int) -> Iterator[Expr]:
-        """Accesses of a vector, with indices as multiples of the width: see :meth:`ThreadStep._pieces`."""
+        """Accesses of a vector, at multiples of the width: see :class:`bridge.compile.cuda.step.ThreadStep`."""
         number, pieces = self.number, self.form.lanes // width
         first = vector if pieces == 1 else vector * number(pieces)
         return (vector_at((first + number(piece)) * number(width), width) for piece in range(pieces))

@@ -189,7 +189,7 @@ class DrawnMask:
 
     Attributes:
         rate: the probability of a zero.
-        width: elements that one thread of eager's kernel loads at once, of :data:`philox.WIDTHS`.
+        width: elements per load of eager's threads, of :data:`bridge.compile.codegen.philox.WIDTHS`.
         threads: of eager's launch; attention's mask does not depend on it.
     """
 
