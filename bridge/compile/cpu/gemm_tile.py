@@ -98,17 +98,12 @@ class Buffers:
         b_panels, a_panel: operands packed in the innermost loop's order, ``[panel][k][column]`` and ``[k][row]``.
         tile: the register tile at the edge of the result, before its valid part is stored.
         allocations: of ``b_panels``, ``a_panel`` and ``tile``.
-        pitch: elements from one ``k`` to the next in ``a_panel``: whole vectors.
         field: the descriptor's fields, once the kernel has read them.
     """
 
     def __init__(self, dtype: str, tile: RegisterTile, strips: int = 0) -> None:
         """``strips``: of ``a`` that are packed at once for a packed ``b``; 0: ``b`` is not packed before."""
-        self.dtype = dtype
-        self.heights, self.rows = tile.heights, tile.rows
-        self.lanes = tile.lanes(dtype)
-        self.columns = tile.columns(dtype)
-        self.pitch = -(-self.rows // self.lanes) * self.lanes
+        self.dtype, self._shape = dtype, tile
         self.field: Mapping[str, Expr] = {}
         pointer = PointerType(PrimType(dtype))
         self.params = [Var(name, pointer) for name in "abc"] + [Var("descriptor", PointerType(PrimType(INDEX)))]
@@ -121,6 +116,31 @@ class Buffers:
         if not strips:
             self.b_panels, b_allocation = stack_buffer(DEPTH * tile.panels * self.columns, dtype, "b_panels")
             self.allocations = (b_allocation, *self.allocations)
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Rows of the register tile's forms, see :class:`RegisterTile`."""
+        return self._shape.heights
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole register tile."""
+        return self._shape.rows
+
+    @property
+    def lanes(self) -> int:
+        """Elements of a vector."""
+        return self._shape.lanes(self.dtype)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the register tile."""
+        return self._shape.columns(self.dtype)
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one ``k`` to the next in ``a_panel``: whole vectors."""
+        return -(-self.rows // self.lanes) * self.lanes
 
     def load(self, buffer: Buffer, at: Expr, lanes: int | None = None) -> Expr:
         """Loads a vector."""

@@ -237,7 +237,7 @@ class _Part:
             below=below,
         )
         launched = {step.name for step in inner_steps(steps)}
-        return replace(
+        made = replace(
             whole,
             name=name,
             steps=steps,
@@ -249,8 +249,8 @@ class _Part:
             results=tuple(flow.name(slot) for slot in self._gives),
             variables=(),
             stage_seconds={},
-            known_beside=beside,
         )
+        return made.with_second_stream(beside)
 
     def _slot(self, slot: int) -> int:
         return self._slots.setdefault(slot, len(self._slots))

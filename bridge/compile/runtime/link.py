@@ -196,6 +196,63 @@ def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
     return stored
 
 
+class _Slots:
+    """Slots of values and of views of them, by first use.
+
+    Args:
+        kernels: of the launches, in order. steps: the list to which the steps so far were added.
+
+    Attributes:
+        numbers: (value, view) → slot. ``label``: slot → its name, for people.
+        lifetimes: first and last step of each intermediate.
+        merged: a value that a product accumulates into → the chain's last sum, whose slot it shares.
+        results: the values that are results. ``allocated``: values in memory that a library call allocates.
+    """
+
+    def __init__(self, graph: Graph, kernels: Iterable[Kernel | LibraryCall | None], steps: list[Instruction]):
+        self.numbers: dict[tuple, int] = {}
+        self._counts: Counter[str] = Counter()
+        self._steps = steps
+        self.label: dict[int, str] = {}
+        self.lifetimes: dict[Value, tuple[int, int]] = {}
+        self.merged: dict[Value, Value] = {}
+        for node in reversed(graph.nodes):
+            if isinstance(node, Product) and node.onto is not None:
+                self.merged[node.onto] = self.merged.get(node.out, node.out)
+        self.results = dict.fromkeys(op.value for op in graph.results if op.value.source == "node")
+        self.allocated = dict.fromkeys(
+            out for node in kernels if isinstance(node, LibraryCall) and node.allocates for out in node.outs
+        )
+
+    def of(self, value: Value) -> int:
+        """The slot of a value, alive until the next step."""
+        if value.source == "index":
+            raise AssertionError(f"{value.name} lies nowhere, and something that is no generated kernel reads it")
+        value = self.merged.get(value, value)
+        key = (value, None)
+        if key not in self.numbers:
+            self.new(key, value.name)
+        if value.source == "node" and value not in self.results and value not in self.allocated:
+            now = len(self._steps)
+            first, _ = self.lifetimes.get(value, (now, now))
+            self.lifetimes[value] = (first, now)
+        return self.numbers[key]
+
+    def new(self, key: tuple, name: str) -> int:
+        slot = self.numbers[key] = len(self.numbers)
+        self._counts[name] += 1
+        self.label[slot] = name if self._counts[name] == 1 else f"{name}_{self._counts[name]}"
+        return slot
+
+    def names(self, slots: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(self.label[slot] for slot in slots)
+
+    def name(self, value: Value) -> str:
+        if value.source == "index":
+            return value.name
+        return self.label[self.numbers[self.merged.get(value, value), None]]
+
+
 class _Linker:
     """Assigns slots and builds the steps of a program."""
 
@@ -214,29 +271,17 @@ class _Linker:
         self.constants = dict(graph.constants)
         self.bodies = bodies
         self.name = name
-        self.slots: dict[tuple, int] = {}
-        self.names: Counter[str] = Counter()
-        self.label: dict[int, str] = {}
-        self.lifetimes: dict[Value, tuple[int, int]] = {}
         self.steps: list[Instruction] = []
+        self.slots = _Slots(graph, kernels, self.steps)
         self.functions: dict[str, PrimFunc] = {}
         self.kernel_names: dict[PrimFunc, str] = {}
         self.static_views: list[MakeView] = []
-        # A value that a product accumulates into shares the slot of the chain's last sum.
-        self.merged: dict[Value, Value] = {}
-        for node in reversed(graph.nodes):
-            if isinstance(node, Product) and node.onto is not None:
-                self.merged[node.onto] = self.merged.get(node.out, node.out)
-        self.results = dict.fromkeys(op.value for op in graph.results if op.value.source == "node")
-        self.allocated = dict.fromkeys(
-            out for node in kernels if isinstance(node, LibraryCall) and node.allocates for out in node.outs
-        )
         for value in graph.params:
-            self.slot(value)
+            self.slots.of(value)
         for group, kernel in zip(groups, kernels, strict=True):
             if kernel is None:
                 for out in group.made:
-                    self.slot(out)
+                    self.slots.of(out)
             elif isinstance(kernel, LoopCall):
                 self._loop(kernel, bodies[kernel.scan.body])
             elif isinstance(kernel, LibraryCall):
@@ -250,59 +295,32 @@ class _Linker:
         count = len(self.steps)
         self.returned = [self.operand(op) for op in graph.results]
         self.steps, places = brought_forward(self.steps, count)
-        for value, (begin, end) in self.lifetimes.items():  # packed factors last beyond the steps
-            self.lifetimes[value] = places[begin], places.get(end, end)
-
-    def slot(self, value: Value) -> int:
-        if value.source == "index":
-            raise AssertionError(f"{value.name} lies nowhere, and something that is no generated kernel reads it")
-        value = self.merged.get(value, value)
-        key = (value, None)
-        if key not in self.slots:
-            self._new_slot(key, value.name)
-        if value.source == "node" and value not in self.results and value not in self.allocated:
-            now = len(self.steps)
-            first, _ = self.lifetimes.get(value, (now, now))
-            self.lifetimes[value] = (first, now)
-        return self.slots[key]
-
-    def _new_slot(self, key: tuple, name: str) -> int:
-        slot = self.slots[key] = len(self.slots)
-        self.names[name] += 1
-        self.label[slot] = name if self.names[name] == 1 else f"{name}_{self.names[name]}"
-        return slot
+        for value, (begin, end) in self.slots.lifetimes.items():  # packed factors last beyond the steps
+            self.slots.lifetimes[value] = places[begin], places.get(end, end)
 
     def operand(self, operand: Operand) -> int:
         """The slot of a value under a view; a view of a tensor that changes between calls becomes a step."""
         value, view = operand.value, operand.view
-        base = self.slot(value)
+        base = self.slots.of(value)
         if alike(view.shape, value.shape) and alike(view.strides, dense(value.shape).strides) and same(view.offset, 0):
             return base
         key = (value, view)
-        if key not in self.slots:
-            slot = self._new_slot(key, value.name + "_view")
-            names = (self.label[base],), (self.label[slot],)
+        if key not in self.slots.numbers:
+            slot = self.slots.new(key, value.name + "_view")
+            names = (self.slots.label[base],), (self.slots.label[slot],)
             made = MakeView("as_strided", *names, (base,), (slot,), view.shape, view.strides, view.offset)
-            constant = value in self.lifetimes or value.source == "constant"
+            constant = value in self.slots.lifetimes or value.source == "constant"
             (self.static_views if constant else self.steps).append(made)
-        return self.slots[key]
-
-    def _names(self, slots: tuple[int, ...]) -> tuple[str, ...]:
-        return tuple(self.label[slot] for slot in slots)
-
-    def _name(self, value: Value) -> str:
-        if value.source == "index":
-            return value.name
-        return self.label[self.slots[self.merged.get(value, value), None]]
+        return self.slots.numbers[key]
 
     def _library(self, node: LibraryCall) -> None:
         # Views first: they may be steps of their own. Then all slots again, so that all lifetimes reach this step.
         for operand in node.operands:
             self.operand(operand)
         arguments = tuple(self.operand(operand) for operand in node.operands)
-        results = tuple(self.slot(out) for out in node.outs)
-        inside = contents([node], node.outs, self._name)
-        names = self._names(arguments), self._names(results)
+        results = tuple(self.slots.of(out) for out in node.outs)
+        inside = contents([node], node.outs, self.slots.name)
+        names = self.slots.names(arguments), self.slots.names(results)
         self.steps.append(CallLibrary(node.name, *names, arguments, results, node.attrs, node.allocates, inside))
 
     def _loop(self, node: LoopCall, body: Program) -> None:
@@ -322,19 +340,19 @@ class _Linker:
         for operand in operands:
             self.operand(operand)
         reads = tuple(map(self.operand, operands))
-        outs = tuple(map(self.slot, node.outs))
+        outs = tuple(map(self.slots.of, node.outs))
         inside = replace(
-            contents([node], node.outs, self._name),
+            contents([node], node.outs, self.slots.name),
             flops=sample_of(scan.length) * sum(step.contents.flops for step in steps if not isinstance(step, MakeView)),
             bytes=sample_of(scan.length) * sum(step.contents.bytes for step in steps if not isinstance(step, MakeView)),
         )
         self.steps.append(
             RunLoop(
                 node.name,
-                self._names(reads),
-                self._names(outs),
+                self.slots.names(reads),
+                self.slots.names(outs),
                 reads,
-                (*outs, self.slot(memory)),
+                (*outs, self.slots.of(memory)),
                 tuple(steps),
                 body.layout,
                 scan.carries,
@@ -348,42 +366,42 @@ class _Linker:
         )
 
     def _product(self, node: Product, kernel: Kernel) -> None:
-        arguments = tuple(map(self.slot, kernel.inputs))
-        result = self.slot(node.out)
+        arguments = tuple(map(self.slots.of, kernel.inputs))
+        result = self.slots.of(node.out)
         name = f"product_{node.plan.element_type}"
         if node.plan.packing is not None:
             name = f"packed_{name}"
             arguments = arguments[0], self._packed(node, arguments[1], kernel.scalars)
         self.functions[name] = kernel.func
-        inside = contents([node], node.outs, self._name)
+        inside = contents([node], node.outs, self.slots.name)
         size = itemsize(node.plan.element_type)
         a_offset, b_offset = node.plan.offsets
         offsets = (a_offset * size, 0 if node.plan.packing else b_offset * size, 0)
-        names = self._names(arguments), self._names((result,))
+        names = self.slots.names(arguments), self.slots.names((result,))
         self.steps.append(Launch(name, *names, kernel.ops, arguments, (result,), kernel.scalars, offsets, inside))
 
     def _chain(self, group: Group, kernel: Kernel) -> None:
         """Adds a chain, which reads its products' operands at addresses, as products do."""
-        arguments, results = (tuple(map(self.slot, values)) for values in (kernel.inputs, kernel.outputs))
+        arguments, results = (tuple(map(self.slots.of, values)) for values in (kernel.inputs, kernel.outputs))
         name = self.kernel_names.setdefault(kernel.func, self._kernel_name(kernel))
         self.functions[name] = kernel.func
         first, last = group.nodes[0].plan, group.nodes[-1].plan
         begin = [offset * itemsize(first.element_type) for offset in (*first.offsets, last.offsets[1])]
         offsets = (*begin, *[0] * (len(arguments) + len(results) - len(begin)))
-        inside = contents(group.nodes, kernel.outputs, self._name)
-        names = self._names(arguments), self._names(results)
+        inside = contents(group.nodes, kernel.outputs, self.slots.name)
+        names = self.slots.names(arguments), self.slots.names(results)
         self.steps.append(Launch(name, *names, kernel.ops, arguments, results, kernel.scalars, offsets, inside))
 
     def _packed(self, node: Product, b: int, scalars: tuple[Dim, ...]) -> int:
         """The slot of a product's packed operand, shared by products with the same access to it."""
-        plan, label = node.plan, self.label[b]
+        plan, label = node.plan, self.slots.label[b]
         key = b, plan.geometry.b, plan.geometry.b_offset, plan.geometry.extents[3:]
         if key not in self.packed:
             source = "constant" if plan.packing.bound else "node"
             packed = Value(f"{label}_packed", (plan.packing.elements,), plan.element_type, source)
-            self.packed[key] = slot = self.slot(packed)
+            self.packed[key] = slot = self.slots.of(packed)
             if source == "node":
-                self.lifetimes[packed] = 0, _ALWAYS
+                self.slots.lifetimes[packed] = 0, _ALWAYS
             self.functions[name := f"pack_{plan.element_type}"] = self.pack(PackPlan(plan.element_type))
             offsets = plan.geometry.b_offset * itemsize(plan.element_type), 0
             names = (label,), (packed.name,)
@@ -395,26 +413,26 @@ class _Linker:
         operands = group.nodes[0].operands if fallback else ()
         for operand in operands:
             self.operand(operand)
-        arguments = tuple(self.operand(op) for op in operands) or tuple(self.slot(v) for v in kernel.inputs)
-        results = tuple(self.slot(value) for value in (*kernel.outputs, *kernel.scratch))
+        arguments = tuple(self.operand(op) for op in operands) or tuple(self.slots.of(v) for v in kernel.inputs)
+        results = tuple(self.slots.of(value) for value in (*kernel.outputs, *kernel.scratch))
         name = self.kernel_names.setdefault(kernel.func, self._kernel_name(kernel))
         self.functions[name] = kernel.func
-        names = self._names(arguments), self._names(results[: len(kernel.outputs)] or results)
+        names = self.slots.names(arguments), self.slots.names(results[: len(kernel.outputs)] or results)
         sums = () if kernel.finish is None else kernel.finish.outputs
         for value in sums:
-            self.slot(value)
-        inside = contents(group.nodes, (*kernel.outputs, *sums), self._name)
+            self.slots.of(value)
+        inside = contents(group.nodes, (*kernel.outputs, *sums), self.slots.name)
         self.steps.append(Launch(name, *names, kernel.ops, arguments, results, kernel.scalars, contents=inside))
         if kernel.finish is not None:
             self._finish(kernel.finish, kernel.scalars)
 
     def _finish(self, finish: SecondStage, scalars: tuple[Dim, ...]) -> None:
         """Adds the second launch of a kernel that sums columns."""
-        parts, sums = (tuple(map(self.slot, values)) for values in (finish.parts, finish.outputs))
+        parts, sums = (tuple(map(self.slots.of, values)) for values in (finish.parts, finish.outputs))
         name = self.kernel_names.setdefault(finish.func, f"k{len(self.functions)}_finish")
         self.functions[name] = finish.func
         inside = StepContents(bytes=sum(sample_of(value.nbytes) for value in (*finish.parts, *finish.outputs)))
-        names = self._names(parts), self._names(sums)
+        names = self.slots.names(parts), self.slots.names(sums)
         self.steps.append(Launch(name, *names, ("finish",), parts, sums, scalars, contents=inside))
 
     def _kernel_name(self, kernel: Kernel) -> str:
@@ -430,52 +448,54 @@ class _Linker:
         scope: ExtentScope | None,
     ) -> Program:
         """The linked program; ``built``: its kernels' machine code."""
-        constants = tuple((self.slot(value), constant) for value, constant in self.constants.items())
-        laid_out = [value for value, _ in self.slots if value.source == "constant" and value not in self.constants]
+        constants = tuple((self.slots.of(value), constant) for value, constant in self.constants.items())
+        laid_out = [
+            value for value, _ in self.slots.numbers if value.source == "constant" and value not in self.constants
+        ]
         beside = self._leave_alone() if backend.limits.kernel.streams > 1 else None
-        arena = plan_arena(self.lifetimes)
-        placed, below = list(self.lifetimes), ()
+        arena = plan_arena(self.slots.lifetimes)
+        placed, below = list(self.slots.lifetimes), ()
         if scope is not None:
             placed.sort(key=arena.offsets.__getitem__)
-            below = lying_below([self.lifetimes[value] for value in placed])
+            below = lying_below([self.slots.lifetimes[value] for value in placed])
         layout = RegisterLayout(
-            size=len(self.slots),
+            size=len(self.slots.numbers),
             params=tuple(map(self._register, self.graph.params)),
             arena=tuple(self._register(value, arena.offsets[value]) for value in placed),
             arena_bytes=arena.size,
-            fresh=tuple(self._register(value) for value in self.results if value not in self.allocated),
+            fresh=tuple(self._register(value) for value in self.slots.results if value not in self.slots.allocated),
             views=tuple(self.static_views),
             results=tuple(self.returned),
-            memory=tuple(self.slot(operand.value) for operand in self.graph.results),
+            memory=tuple(self.slots.of(operand.value) for operand in self.graph.results),
             below=below,
-            allocated=tuple(self._register(value) for value in self.allocated),
+            allocated=tuple(self._register(value) for value in self.slots.allocated),
             laid_out=tuple(map(self._register, laid_out)),
         )
-        return Program(
+        program = Program(
             name=self.name,
             steps=tuple(self.steps),
             layout=layout,
             constants=tuple((slot, constant) for slot, constant in constants if not isinstance(constant, Positions)),
             kernels=self.functions,
             backend=backend,
-            results=tuple(self._name(op.value) for op in self.graph.results),
+            results=tuple(self.slots.name(op.value) for op in self.graph.results),
             variables=variables,
             code=dict(zip(self.functions, built, strict=True)),
             stage_seconds=timings,
             positions=tuple((slot, constant) for slot, constant in constants if isinstance(constant, Positions)),
             scope=scope,
-            known_beside=beside,
         )
+        return program.with_second_stream(beside)
 
     def _leave_alone(self) -> SecondStreamPlan:
         """Plans the second stream, and extends the lifetimes of memory that its steps use."""
-        values = {slot: value for (value, _), slot in self.slots.items()}
+        values = {slot: value for (value, _), slot in self.slots.numbers.items()}
         beside = second_stream_steps(self.steps, self.static_views)
-        self.lifetimes = lasting(self.lifetimes, self.steps, beside, values.__getitem__)
+        self.slots.lifetimes = lasting(self.slots.lifetimes, self.steps, beside, values.__getitem__)
         return beside
 
     def _register(self, value: Value, offset: int = 0) -> Register:
-        return Register(self.slots[value, None], value.name, value.shape, value.dtype, offset, value.order)
+        return Register(self.slots.numbers[value, None], value.name, value.shape, value.dtype, offset, value.order)
 
 
 def _under(prefix: str, step: Instruction) -> Instruction:

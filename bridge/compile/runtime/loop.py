@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autodiff.lazy import cached_property
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import VF
 from bridge.compile.loop_ir.views import dense_strides
@@ -55,6 +58,58 @@ def loop_action(
     return _LoopAction(loop, actions, views, frames)
 
 
+@dataclass(frozen=True)
+class _Carries:
+    """How a loop's carries get from one step to the next, as (number of the carry, slot of its next value).
+
+    Attributes:
+        slots: of the carries in a step.
+        turns: carries written into their places by turns.
+        kept: carries whose next value stays in its memory.
+        moved: carries that are copied into their places.
+    """
+
+    slots: Sequence[int]
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    kept: list[tuple[int, int]] = field(default_factory=list)
+    moved: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[tuple[int, int]]:
+        return [*self.kept, *self.turns, *self.moved]
+
+    @cached_property
+    def following(self) -> dict[int, int]:
+        """Slot of each carry that is not moved → slot of its next value."""
+        return {self.slots[carry]: slot for carry, slot in (*self.turns, *self.kept)}
+
+
+class _Views(NamedTuple):
+    """The views that each step makes.
+
+    Attributes:
+        each: the instructions, with their actions.
+        bases: slot of a view → slot of its base, and the view's offset in bytes.
+        last: actions of the views that are carries' next values. ``ending``: slots of these, and of their bases.
+    """
+
+    each: list[tuple[MakeView, Action]]
+    bases: dict[int, tuple[int, int]]
+    last: list[Action]
+    ending: set[int]
+
+    @staticmethod
+    def of(each: list[tuple[MakeView, Action]], types: Mapping[int, torch.dtype], following: set[int]) -> _Views:
+        """Views of slots of these types; ``following``: slots of carries' next values."""
+        bases = {
+            view.writes[0]: (view.reads[0], view.offset and view.offset * types[view.reads[0]].itemsize)
+            for view, _ in each
+        }
+        last = [action for view, action in each if view.writes[0] in following]
+        ending = following | {view.reads[0] for view, _ in each if view.writes[0] in following}
+        return _Views(each, bases, last, ending)
+
+
 class _LoopAction:
     """Runs a loop. Pairs are (number of a carry, x or y; slot of the body); each step's changes are looked up once.
 
@@ -66,7 +121,6 @@ class _LoopAction:
     ):
         self._loop, layout, carries = loop, loop.layout, loop.carries
         slots = [param.slot for param in layout.params]
-        self._carried = slots[:carries]
         read = {slot for step in loop.steps for slot in step.reads} | {view.reads[0] for view in layout.views}
         read.update(layout.results)
         self._parts = [(x, slot) for x, slot in enumerate(slots[carries : carries + loop.xs]) if slot in read]
@@ -81,32 +135,23 @@ class _LoopAction:
                 home.setdefault(memory[slot], y)
         self._written = [(y, fresh[slot]) for slot, y in home.items()]
         self._copied = [(y, slot) for y, slot in enumerate(layout.results[carries:]) if home.get(memory[slot]) != y]
-        self._turns: list[tuple[int, int]] = []  # carries written into their places
-        self._kept: list[tuple[int, int]] = []  # carries that stay where they are
-        self._moved: list[tuple[int, int]] = []  # carries that must be copied into their places
+        self._carries = _Carries(slots[:carries])
         taken = set(home)
         for carry, slot in enumerate(layout.results[:carries]):
             if memory[slot] in home or slot in lasting:
-                self._kept.append((carry, slot))
+                self._carries.kept.append((carry, slot))
             elif slot in fresh and slot not in taken:
-                self._turns.append((carry, slot))
+                self._carries.turns.append((carry, slot))
                 taken.add(slot)
             else:
-                self._moved.append((carry, slot))
+                self._carries.moved.append((carry, slot))
         self._unplaced = [register for register in layout.fresh if register.slot not in taken]  # with results as views
-        self._following = dict((self._carried[carry], slot) for carry, slot in (*self._turns, *self._kept))
         self._first, self._actions, each = self._in_order(actions, views)
-        self._each_view = [(step, action) for step, action in each if isinstance(step, MakeView)]
         types = {each.slot: each.torch_dtype for each in (*layout.params, *layout.arena, *layout.fresh)}
-        self._behind = {  # slot of a view → slot of its base, and the view's offset in bytes
-            view.writes[0]: (view.reads[0], view.offset and view.offset * types[view.reads[0]].itemsize)
-            for view, _ in self._each_view
-        }
-        ending = {*self._following.values()}
-        self._last_views = [action for view, action in self._each_view if view.writes[0] in ending]
-        self._ending = ending | {view.reads[0] for view, _ in self._each_view if view.writes[0] in ending}
+        views_of_steps = [(step, action) for step, action in each if isinstance(step, MakeView)]
+        self._views = _Views.of(views_of_steps, types, {*self._carries.following.values()})
         self._lying: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._frames = None if self._copied or self._moved or loop.length < _FEWEST_DRIVEN else frames
+        self._frames = None if self._copied or self._carries.moved or loop.length < _FEWEST_DRIVEN else frames
 
     def _in_order(
         self, actions: Sequence[Action], views: Sequence[Action]
@@ -114,7 +159,7 @@ class _LoopAction:
         """Actions before the first step, and of each step, with its instructions; leaves out unread views."""
         steps = self._loop.steps
         looked_at = {slot for step in steps for slot in step.reads}
-        looked_at.update(slot for _, slot in (*self._copied, *self._kept, *self._turns, *self._moved))
+        looked_at.update(slot for _, slot in (*self._copied, *self._carries.all))
         fixed, first, each = set(self._fixed), list(views), []
         for step, action in zip(steps, actions, strict=True):
             if isinstance(step, MakeView) and step.writes[0] not in looked_at:
@@ -141,7 +186,7 @@ class _LoopAction:
             body[slot] = tensor
         for make_view in self._first:
             make_view(body)
-        for slot, tensor in zip(self._carried, given, strict=False):
+        for slot, tensor in zip(self._carries.slots, given, strict=False):
             body[slot] = tensor
         for register in self._unplaced:
             body[register.slot] = VF.empty(register.shape, dtype=register.torch_dtype, device=scratch.device)
@@ -151,9 +196,9 @@ class _LoopAction:
         if self._frames is None:
             self._run_steps(body, wholes, lasts, places, stacks)
         else:
-            turns = {slot: places[carry] for carry, slot in self._turns}
+            turns = {slot: places[carry] for carry, slot in self._carries.turns}
             self._drive_steps(self._frames, body, wholes, lasts, turns)
-        for out, slot in zip(outs, self._carried, strict=False):
+        for out, slot in zip(outs, self._carries.slots, strict=False):
             if body[slot] is not out:
                 out.copy_(body[slot])
         for out, stack in zip(outs[carries:], stacks, strict=True):
@@ -180,10 +225,10 @@ class _LoopAction:
         actions = self._actions
         taken = {slot: self._steps_of(whole) for slot, whole in wholes.items()}
         taken |= {slot: (*taken[slot], last) for slot, last in lasts.items()}
-        taken |= {slot: cycle(places[carry]) for carry, slot in self._turns}
+        taken |= {slot: cycle(places[carry]) for carry, slot in self._carries.turns}
         copied = [(slot, iter(self._steps_of(stacks[y]))) for y, slot in self._copied]
-        moved = [(carry, slot, cycle(places[carry])) for carry, slot in self._moved]
-        lying = [(self._carried[carry], slot) for carry, slot in (*self._turns, *self._kept)]
+        moved = [(carry, slot, cycle(places[carry])) for carry, slot in self._carries.moved]
+        lying = self._carries.following.items()
         slots = tuple(taken)
         for _, *row in zip(range(self._loop.length), *taken.values(), strict=False):
             for slot, tensor in zip(slots, row, strict=True):
@@ -194,7 +239,7 @@ class _LoopAction:
                 next(targets).copy_(body[slot])
             following = [(carried, body[slot]) for carried, slot in lying]
             for carry, slot, targets in moved:
-                following.append((self._carried[carry], next(targets).copy_(body[slot])))
+                following.append((self._carries.slots[carry], next(targets).copy_(body[slot])))
             for carried, tensor in following:
                 body[carried] = tensor
 
@@ -215,7 +260,7 @@ class _LoopAction:
                 registers[slot] = whole[-1 - end]
             for slot, pair in turns.items():
                 registers[slot] = pair[0]
-            for _, make_view in self._each_view:
+            for _, make_view in self._views.each:
                 make_view(registers)
             return registers
 
@@ -223,13 +268,13 @@ class _LoopAction:
         frames.run(length - bool(lasts), first, addresses)
         if lasts:
             frames.run(1, first, self._last_addresses(addresses, lasts))
-        for slot in self._ending.intersection(wholes):
+        for slot in self._views.ending.intersection(wholes):
             body[slot] = lasts[slot] if slot in lasts else wholes[slot][end]
-        for slot in self._ending.intersection(turns):
+        for slot in self._views.ending.intersection(turns):
             body[slot] = turns[slot][(length - 1) % 2]
-        for make_view in self._last_views:
+        for make_view in self._views.last:
             make_view(body)
-        last = [(carry, body[slot]) for carry, slot in self._following.items()]
+        last = [(carry, body[slot]) for carry, slot in self._carries.following.items()]
         for carry, tensor in last:
             body[carry] = tensor
 
@@ -259,11 +304,11 @@ class _LoopAction:
             if slot in turns:
                 here, there = (place.data_ptr() for place in turns[slot])
                 return Addresses(here, there, here, 0)
-            if slot in self._following:
-                before = address(self._following[slot])
+            if slot in self._carries.following:
+                before = address(self._carries.following[slot])
                 return Addresses(body[slot].data_ptr(), before.first, before.second, before.added)
-            if slot in self._behind:
-                base, count = self._behind[slot]
+            if slot in self._views.bases:
+                base, count = self._views.bases[slot]
                 return address(base).behind(count)
             here = body[slot].data_ptr()
             return Addresses(here, here, here, 0)
@@ -277,8 +322,8 @@ class _LoopAction:
         found = {}
         for slot, usual in addresses.items():
             of, count = slot, 0
-            while of not in lasts and of not in self._following and of in self._behind:
-                of, more = self._behind[of]
+            while of not in lasts and of not in self._carries.following and of in self._views.bases:
+                of, more = self._views.bases[of]
                 count += more
             here = lasts[of].data_ptr() + count if of in lasts else usual.at(self._loop.length - 1)
             found[slot] = Addresses(here, here, here, 0)

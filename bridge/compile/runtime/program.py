@@ -51,7 +51,6 @@ class Program:
             not run itself: :meth:`bind` returns the runnable instance.
         bodies: sources of loops' bodies, kept alive as long as the program.
         ways: algorithms of its matrix products that another process may choose otherwise, as plain data.
-        known_beside: :attr:`beside`, if already known at construction.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Program:
     scope: ExtentScope | None = field(default=None, repr=False)
     bodies: tuple[object, ...] = field(default=(), repr=False)
     ways: tuple[tuple, ...] = field(default=(), repr=False)
-    known_beside: SecondStreamPlan | None = field(default=None, repr=False)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -109,15 +107,9 @@ class Program:
         if broken is not None:
             raise ValueError(f"{self.name} is compiled for sizes with {broken}, got {dict(sizes)}")
         steps, layout, constants = self._instances(sizes)
-        return replace(
-            self,
-            steps=steps,
-            layout=layout,
-            constants=(*self.constants, *constants),
-            positions=(),
-            scope=None,
-            known_beside=self.beside,
-        )
+        constants = (*self.constants, *constants)
+        made = replace(self, steps=steps, layout=layout, constants=constants, positions=(), scope=None)
+        return made.with_second_stream(self.beside)
 
     @cached_property
     def _instances(self) -> Instances:
@@ -126,13 +118,14 @@ class Program:
     @cached_property
     def beside(self) -> SecondStreamPlan:
         """The steps that a recorded run launches on a second stream; the same for all sizes."""
-        if self.known_beside is not None:
-            return self.known_beside
-        return (
-            second_stream_steps(self.steps, self.layout.views)
-            if self.backend.limits.kernel.streams > 1
-            else SecondStreamPlan()
-        )
+        two = self.backend.limits.kernel.streams > 1
+        return second_stream_steps(self.steps, self.layout.views) if two else SecondStreamPlan()
+
+    def with_second_stream(self, plan: SecondStreamPlan | None) -> Program:
+        """Sets :attr:`beside`, unless ``plan`` is ``None``; returns the program."""
+        if plan is not None:
+            vars(self)["beside"] = plan
+        return self
 
     @cached_property
     def _conditions(self) -> dict[int, Callable[[Mapping[str, int]], SizeGuard | None]]:
