@@ -17,7 +17,7 @@ as long as the product. The bits are the same: the same chunks of ``k``, in the 
 Chains (:mod:`bridge.compile.schedule.chain_plan`): a product, a row kernel and a product → one kernel. A task takes
 rows of one product of the batch, one strip (a register tile's rows) at a time. It multiplies them by all of ``b``,
 packed once for the task; the row code (:mod:`bridge.compile.cpu.row`) processes the scores, which are in the core's own
-cache; its few rows are multiplied in place, unpacked, by all of the next ``b``, also packed. An element has the bits
+cache; the result's few rows are multiplied, unpacked, by all of the next ``b``, also packed. An element has the bits
 that three kernels give it: the same chunks of ``k`` in the same order, the same row code.
 """
 

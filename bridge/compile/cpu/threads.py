@@ -9,8 +9,8 @@ Both GNU's and LLVM's OpenMP have that entry; in a torch without OpenMP, TVM's p
 If a launch's sizes decide whether threads pay, the kernel sets the calling thread's number of threads to one while its
 loop runs: a team of one is the caller.
 
-Step driver: the launches of a loop's steps, as addresses in memory → run one after the other, without Python. A launch
-of a small kernel costs Python as long as the kernel runs. Only the tensors' addresses differ from step to step, by a
+Step driver: the launches of a loop's steps, as addresses in memory → run one after the other, without Python. Python
+takes as long to launch a small kernel as the kernel runs. Only the tensors' addresses differ from step to step, by a
 rule: a few lines of LLVM set each step's addresses and call the kernels.
 """
 
@@ -174,8 +174,8 @@ if hasattr(os, "register_at_fork"):
 def end_team() -> None:
     """Ends the calling thread's OpenMP threads; its next parallel region starts others, in a tenth of a millisecond.
 
-    GNU's run time lets threads wait awake for the next region only if there are no more of them than processors: of two
-    teams both sleep, and a small product takes ten times as long. Other threads' teams are left alone. Does nothing in
+    GNU's run time lets threads wait awake for the next region only if there are no more of them than processors: two
+    teams would sleep, and a small product take ten times as long. Other threads' teams are left alone. Does nothing in
     a forked process, which has none of the threads that its run time remembers and would wait for them, or if torch
     runs on one thread, as it must in a fork.
     """

@@ -2,8 +2,8 @@
 
 A key is an index and a place, ``index * length + place``: all keys differ, and a key's rank in the sorted order is the
 number of smaller keys. Each key is compared with all others, which for the rows of a batch takes less time than a
-sort's launches; more keys come sorted. The places of one index are a segment of the order, which the threads of one
-reducer add up; all reducers of the block that a long segment begins in add it up.
+sort's launches; more keys come sorted. The places of one index are a segment of the order. One reducer's threads
+add up a short segment; all reducers of the block in which a long one begins share it.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def bind(
 
 
 def _frames(loop: RunLoop, functions: Mapping[str, Callable], arrays: Arrays, drive: Drive | None) -> LoopFrames | None:
-    """Runs a loop by a driver; ``None`` without a driver, or if the loop is not launches alone."""
+    """The frames by which a driver runs a loop; ``None`` without a driver, or if its steps are not launches alone."""
     launches = [step for step in loop.steps if isinstance(step, Launch) and not step.once]
     found = [(launch, functions[launch.name]) for launch in launches]
     if drive is None or not is_framed(found) or any(not isinstance(step, (Launch, MakeView)) for step in loop.steps):
@@ -144,7 +144,7 @@ def _run_with_scalars(
 
 
 def _launch_at_addresses(launch: Launch, kernel: Callable, arrays: Arrays) -> Action:
-    """The scalars contain the geometry of views, so a call makes no view."""
+    """Binds a launch by addresses: its scalars contain the geometry of views, so a call makes no view."""
     pick = picker((*launch.reads, *launch.writes))
     return partial(_run_at_addresses, kernel, pick, launch.offsets, *_array(launch.scalars, arrays))
 
