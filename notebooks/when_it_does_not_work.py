@@ -207,9 +207,9 @@ assert found.first.name == "joint" and found.first.culprit.op == "tanh"
 visualize(wrong, "joint")
 
 # %% [markdown]
-# For a bug report without your model: a script that holds the stage, its inputs, and autograd's results. It exits
-# with 1 as long as rebuilding the stage gives the wrong numbers. The process that runs it here has the right rule, so
-# it passes: the bug is fixed.
+# A bug report without your model is a script that holds the stage, its inputs, and autograd's results. It exits with
+# 1 as long as rebuilding the stage gives the wrong numbers. The process that runs it here has the right rule, so it
+# passes: the bug is fixed.
 
 # %%
 with planted("relax.tanh", lambda partial, const: partial * const(1.001)), tempfile.TemporaryDirectory() as folder:

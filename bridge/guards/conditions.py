@@ -92,7 +92,7 @@ class _Objects:
     """The classes and dictionaries of objects, and the bases of classes, with their expected values.
 
     Args:
-        typed: of objects, with their classes and dictionaries. bases: classes whose bases decided a branch.
+        typed: places of objects, with their classes and dictionaries. bases: classes whose bases are compared.
     """
 
     def __init__(self, typed: Sequence[tuple[Class, Any]], bases: Iterable[type]):
