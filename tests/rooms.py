@@ -24,10 +24,10 @@ _TEXTS_OF_CALLS = ("autodiff", "bridge.aten", "bridge.library")
 _CLOCKS = ("perf_counter", "process_time", "thread_time", "elapsed_time")
 BOUNDS = {
     "files": 361,
-    "lines": 83_041,
+    "lines": 83_111,
     "class names of several files": 0,
     "functions of over 60 code lines": 0,
-    "classes of over 14 fields": 5,
+    "classes of over 14 fields": 1,
     "loop provers": 1,
     "trial services": 1,
     "serializers": 1,

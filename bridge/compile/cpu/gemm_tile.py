@@ -119,7 +119,7 @@ class Buffers:
 
     @property
     def heights(self) -> tuple[int, ...]:
-        """Rows of the register tile's forms, see :class:`RegisterTile`."""
+        """See :class:`RegisterTile`."""
         return self._shape.heights
 
     @property

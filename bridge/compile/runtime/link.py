@@ -1,7 +1,4 @@
-"""Linking: a loop graph → groups, kernels, slots, lifetimes, instructions: a program.
-
-Step kernels: horizontally fused groups, or a chain → their kernel, its tensors and integers.
-"""
+"""Linking: a loop graph → groups, kernels, slots, lifetimes, instructions: a program."""
 
 from __future__ import annotations
 
@@ -93,9 +90,8 @@ def kernel_of(
 ) -> Kernel | LibraryCall | None:
     """The kernel of a launch's groups; ``None`` if all of its results are empty.
 
-    ``generate``: plan → kernel; ``apart``: plan → two kernels, see :meth:`~bridge.compile.backend.Backend.apart`. Both
-    return the same functions for equal plans, which are compiled once. ``reached`` collects the numbers of elements of
-    tensors with 32-bit indices.
+    ``generate``: plan → kernel; ``apart``: plan → two kernels, see :meth:`~bridge.compile.backend.Backend.apart`; both
+    the same for equal plans. ``reached`` collects the numbers of elements of tensors with 32-bit indices.
     """
     group, node = step[0], step[0].nodes[0]
     if all(same(value.numel, 0) for value in group.made):
@@ -197,16 +193,13 @@ def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
 
 
 class _Slots:
-    """Slots of values and of views of them, by first use.
-
-    Args:
-        kernels: of the launches, in order. steps: the list to which the steps so far were added.
+    """Slots of values and of their views, by first use; ``steps``: the list of the steps so far.
 
     Attributes:
-        numbers: (value, view) → slot. ``label``: slot → its name, for people.
+        numbers: (value, view) → slot; ``label``: slot → its name, for display.
         lifetimes: first and last step of each intermediate.
         merged: a value that a product accumulates into → the chain's last sum, whose slot it shares.
-        results: the values that are results. ``allocated``: values in memory that a library call allocates.
+        results: the values that are results; ``allocated``: values in memory that a library call allocates.
     """
 
     def __init__(self, graph: Graph, kernels: Iterable[Kernel | LibraryCall | None], steps: list[Instruction]):
@@ -499,7 +492,6 @@ class _Linker:
 
 
 def _under(prefix: str, step: Instruction) -> Instruction:
-    """A step of a loop's body, with its kernel names prefixed."""
     if isinstance(step, Launch):
         return replace(step, name=f"{prefix}{step.name}")
     if isinstance(step, RunLoop):

@@ -60,11 +60,11 @@ def loop_action(
 
 @dataclass(frozen=True)
 class _Carries:
-    """How a loop's carries get from one step to the next, as (number of the carry, slot of its next value).
+    """The passing of a loop's carries to the next step, as (number of the carry, slot of its next value).
 
     Attributes:
         slots: of the carries in a step.
-        turns: carries written into their places by turns.
+        turns: carries that alternate between two places.
         kept: carries whose next value stays in its memory.
         moved: carries that are copied into their places.
     """
@@ -90,7 +90,7 @@ class _Views(NamedTuple):
     Attributes:
         each: the instructions, with their actions.
         bases: slot of a view → slot of its base, and the view's offset in bytes.
-        last: actions of the views that are carries' next values. ``ending``: slots of these, and of their bases.
+        last: actions of views that are carries' next values; ``ending``: slots of these views and of their bases.
     """
 
     each: list[tuple[MakeView, Action]]
