@@ -137,7 +137,7 @@ class Emitter:
     """Whether :meth:`quick` is implemented."""
 
     def quick(self, name: str, x: Expr) -> Expr:
-        """``"exp2"`` or ``"reciprocal"`` of float32 by one instruction, within two ulp; denormals become zero."""
+        """``"exp2"`` or ``"reciprocal"`` of float32 by one instruction, within two ulp; denormal results are zero."""
         raise NotImplementedError(f"no quick {name} on this target")
 
     def wide_product(self, a: Expr, b: Expr) -> Expr:

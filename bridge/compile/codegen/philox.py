@@ -2,7 +2,7 @@
 
 Philox (Salmon et al., 2011) is a function: a key and a counter give four 32-bit numbers, so each consumer can recompute
 a mask. torch's kernel numbers its threads; thread t uses the counters with t as their upper half, four numbers per
-call, and the generator's offset is the number of earlier calls. The launch size and the number of elements that a
+call, and the generator's offset gives the number of earlier calls. The launch size and the number of elements that a
 thread loads at once determine thread, call and number of each element (:func:`place`).
 
 Attention's kernel (the memory-efficient one) takes its numbers from one sequence instead, in the order of its weights.
