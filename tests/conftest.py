@@ -109,7 +109,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """From before the collecting on, which imports modules of TVMScript.
+    """Speeds up ``inspect`` and the collector before tests are collected, which imports modules of TVMScript.
 
     pytest gives its handlers to loggers that do not propagate. A handler switches torch's log of traces on: each
     capture would be written down with stacks and graphs.
@@ -152,7 +152,7 @@ def _keep(items: list[pytest.Item], config: pytest.Config, wanted: Callable[[pyt
 
 
 def _is_about(item: pytest.Item, device: torch.device) -> bool:
-    """A test says something about a device that is not the CPU."""
+    """Whether a test is for another device than the CPU: marked ``gpu``, or in a room of any device and not ``cpu``."""
     if item.get_closest_marker("gpu") is not None:
         return True
     return item.nodeid.startswith(ON_ANY_DEVICE) and item.get_closest_marker("cpu") is None
@@ -173,7 +173,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _made_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tensors and modules of tests that run on any device, and of their fixtures, are made on the one that is tested.
+    """Tensors and modules of tests that run on any device, and of their fixtures, are made on the tested device.
 
     Constants that were imported from a helper, which another file may have imported before, are moved.
     """

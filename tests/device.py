@@ -72,7 +72,8 @@ def factories_on(device: torch.device) -> Iterator[None]:
 
 
 def _placed(factory: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
-    """Modules under test may call it: as torch's own it mentions no ``type``, which forward must not look at."""
+    """The factory with ``device`` by default for callers in tests. Like torch's own it reads no ``type``: forward may
+    call it."""
     kind = device.type
 
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -109,7 +110,7 @@ def forked_generators() -> AbstractContextManager:
 
 
 def moved(tree: Any) -> Any:
-    """A tree with its tensors on the device, of the same ``requires_grad``; one that occurs twice still does."""
+    """A tree with its tensors on the device, of the same ``requires_grad``; equal objects stay one object."""
     tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     if all(tensor.device.type in (DEVICE.type, "meta") for tensor in tensors):
         return tree  # itself: a table that a test changes is the package's

@@ -1,4 +1,4 @@
-"""Frames of a stack, told quickly: which module each belongs to, and its line of source.
+"""Fast look-ups for stack frames: a frame's module, and its line of source.
 
 TVMScript's decorators and the samples of torch's operator lists ask ``inspect.stack()``, which asks for the module of
 every frame. The frames of a file ``<...>`` (the import system, ``runpy``) belong to none, and ``inspect`` goes through
@@ -38,6 +38,6 @@ def quick_getmodule(thing: Any, _filename: str | None = None) -> ModuleType | No
 
 
 def quick_checkcache(filename: str | None = None) -> None:
-    """``linecache.checkcache``, of files that may change."""
+    """``linecache.checkcache`` for files that may change."""
     if filename is None or not filename.startswith(_STAY):
         _checkcache(filename)

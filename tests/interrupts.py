@@ -154,7 +154,7 @@ def by_raise() -> None:
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """While active, SIGINT is Python's ``KeyboardInterrupt``, also in a shell's background job, which ignores it."""
+    """While active, SIGINT raises ``KeyboardInterrupt``, also in a shell's background job, which ignores it."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Recurrent networks as users bring them, over [batch, steps, width]: residuals, masks, solvers, images, memories."""
+"""Uncommon recurrent networks over [batch, steps, width]: residuals, masks, solvers, images, memories."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def again(record: Record, generator: torch.Generator) -> bool:
 
 
 def account(records: Sequence[Sequence[Record]], before: Tensor, after: Tensor) -> None:
-    """Finds an order of all records, each thread's in its own, that is the stream between two states.
+    """Finds an order of all records that is the stream between two states and keeps each thread's order.
 
     Raises:
         AssertionError: there is none.

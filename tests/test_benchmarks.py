@@ -81,7 +81,7 @@ def test_tuned(tmp_path, monkeypatch, capsys):
 
 
 class Words(torch.nn.Module):
-    """Called as a BERT of transformers is, whose tracing takes most of a minute (``test_trainer_uses`` has that)."""
+    """Has the arguments of transformers' BERT, whose capture would take longer (``test_trainer_uses`` has it)."""
 
     def __init__(self, config):
         super().__init__()

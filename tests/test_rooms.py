@@ -1,4 +1,4 @@
-"""The house's order: rooms import one way, no file is long, and the packages below ``bridge`` know nothing of it."""
+"""Import rules: rooms import one way, no file is long, and the packages below ``bridge`` know nothing of it."""
 
 from __future__ import annotations
 
