@@ -10,6 +10,10 @@ and its attributes, in their order; no ``__init__`` runs. It equals eager's resu
 attributes hold only tensors, plain values and objects like it; any other object is left as it is, and refused as a
 result. Two runs tell whether the call made it: then they return different objects. An argument's plain attributes are
 leaves, as plain arguments are: an entry compares them one by one.
+
+Python functions among the arguments (the ``mask_mod`` of a ``BlockMask``) → a :class:`FunctionKind` of their code, and
+what they close over, their defaults and their attributes, as an object's attributes are. An object that occurs twice is
+rebuilt once.
 """
 
 from __future__ import annotations
@@ -21,12 +25,13 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from bridge.base.torch_higher_order import BlockMask
 from bridge.base.torch_internals import pytree
 
 __all__ = ["ObjectNode", "WithWholes", "has_objects", "is_plain", "leaf_names", "objects_of", "packed"]
@@ -125,38 +130,104 @@ class WithWholes(NamedTuple):
     wholes: list[Any]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class FunctionKind:
+    """Python functions that are equal but for what they close over, have as defaults and as attributes.
+
+    Attributes:
+        code: theirs, and ``space``: their global names.
+        names: ``__name__``, ``__qualname__``, ``__module__``.
+        counts: how many defaults there are, and which defaults by keyword.
+    """
+
+    code: CodeType
+    space: dict[str, Any]
+    names: tuple[str, str, str | None]
+    counts: tuple[int, tuple[str, ...]]
+
+    @property
+    def __name__(self) -> str:
+        return self.names[0]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FunctionKind) or self.space is not other.space:
+            return False
+        return (self.code, self.names, self.counts) == (other.code, other.names, other.counts)
+
+    def __hash__(self) -> int:
+        return hash((self.code, self.names, self.counts))
+
+    def make(self, values: list[Any], attributes: dict[str, Any]) -> FunctionType:
+        """A function that closes over values, and has those after these as defaults."""
+        cells, (count, keywords) = len(self.code.co_freevars), self.counts
+        defaults, rest = values[cells : cells + count], values[cells + count :]
+        closure = tuple(map(CellType, values[:cells]))
+        made = FunctionType(self.code, self.space, self.names[0], tuple(defaults) or None, closure)
+        made.__qualname__, made.__module__ = self.names[1:]
+        made.__kwdefaults__ = dict(zip(keywords, rest, strict=True)) or None
+        made.__dict__.update(attributes)
+        return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """An object that is among the arguments before, by its number there."""
+
+    number: int
+    __name__ = "an argument that is there twice"
+
+
 @dataclasses.dataclass(eq=False)
 class ObjectNode:
     """Stands for an object of a class unknown to pytree.
 
     Attributes:
+        kind: the object's class; of a function or a repeated object its :class:`FunctionKind` or :class:`Again`.
         attributes: its attributes by name, packed.
         items: its items, packed, if it is a dict.
         value: the object itself; ``None`` after flattening and unflattening.
         is_argument: whether plain attributes and items are leaves as well.
     """
 
-    kind: type
+    kind: Any
     attributes: dict[str, Any]
     items: dict[Any, Any]
     value: Any = None
     is_argument: bool = False
 
-    def make(self) -> Any:
-        """A new object of the same class, attributes and items."""
+    def make(self, before: list[Any]) -> Any:
+        """A new object like it; ``before``: those made before it, to which it is added."""
         if self.kind is torch.Size:
             return torch.Size(self.attributes.values())
-        builtin = next(base for base in self.kind.__mro__ if type(vars(base).get("__new__")) is BuiltinFunctionType)
-        made = builtin.__new__(self.kind)
-        own = getattr(made, "__dict__", {})
-        for name, value in self.attributes.items():
-            if inspect.ismemberdescriptor(getattr(self.kind, name, None)):  # a slot
-                object.__setattr__(made, name, unpacked(value))  # bypasses a frozen dataclass
-            else:
-                own[name] = unpacked(value)
-        if isinstance(made, dict):
-            dict.update(made, {key: unpacked(value) for key, value in self.items.items()})
+        if isinstance(self.kind, Again):
+            return before[self.kind.number]
+        attributes, items = (
+            {name: unpacked(value, before) for name, value in values.items()}
+            for values in (self.attributes, self.items)
+        )
+        made = _made(self.kind, attributes, items)
+        before.append(made)
         return made
+
+
+def _made(kind: Any, attributes: dict[str, Any], items: dict[Any, Any]) -> Any:
+    if isinstance(kind, FunctionKind):
+        return kind.make([*attributes.values()], items)
+    if kind is partial:
+        made = partial(attributes["func"], *attributes["args"], **attributes["keywords"])
+        made.__dict__.update(items)
+        return made
+    builtin = next(base for base in kind.__mro__ if type(vars(base).get("__new__")) is BuiltinFunctionType)
+    made = builtin.__new__(kind)
+    own = getattr(made, "__dict__", {})
+    for name, value in attributes.items():
+        if inspect.ismemberdescriptor(getattr(kind, name, None)):  # a slot
+            object.__setattr__(made, name, value)  # past what a frozen dataclass says
+        else:
+            own[name] = value
+    if isinstance(made, dict):
+        dict.update(made, items)
+    return made
 
 
 def _flatten(node: ObjectNode) -> tuple[list[Any], tuple]:
@@ -181,13 +252,15 @@ pytree.register_pytree_node(ObjectNode, _flatten, _unflatten, serialized_type_na
 def packed(value: Any, is_argument: bool = False) -> Any:
     """A value with an :class:`ObjectNode` for each object that can be rebuilt; the value itself if there is none.
 
-    ``is_argument``: the value is an argument of a module; a ``torch.Size`` in it stays one, and is refused.
+    ``is_argument``: the value is an argument of a module: a ``torch.Size`` in it stays one, and is refused; functions
+    are objects.
     """
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
-    made_anew = [_is_object(leaf) or (_is_size(leaf) and not is_argument) for leaf in leaves]
+    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_whole)
+    kinds = _is_object if not is_argument else _is_argument_object
+    made_anew = [kinds(leaf) or (_is_size(leaf) and not is_argument) for leaf in leaves]
     if not any(made_anew):
         return value
-    seen: set[int] = set()
+    seen: dict[int, int | None] = {}
     pairs = zip(leaves, made_anew, strict=True)
     return pytree.tree_unflatten([_packed(leaf, seen, is_argument) if anew else leaf for leaf, anew in pairs], spec)
 
@@ -195,12 +268,16 @@ def packed(value: Any, is_argument: bool = False) -> Any:
 packed_arguments: Callable[[Any], Any] = partial(packed, is_argument=True)
 
 
-def unpacked(result: Any) -> Any:
-    """The inverse of :func:`packed`, with new objects; the result itself if it has no nodes."""
+def unpacked(result: Any, before: list[Any] | None = None) -> Any:
+    """The inverse of :func:`packed`, with new objects; the result itself if it has no nodes.
+
+    ``before``: the objects rebuilt so far, to which these are added.
+    """
     leaves, spec = pytree.tree_flatten(result, is_leaf=lambda value: isinstance(value, (ObjectNode, torch.Size)))
     if not any(isinstance(leaf, ObjectNode) for leaf in leaves):
         return result
-    return pytree.tree_unflatten([leaf.make() if isinstance(leaf, ObjectNode) else leaf for leaf in leaves], spec)
+    made = [] if before is None else before
+    return pytree.tree_unflatten([leaf.make(made) if isinstance(leaf, ObjectNode) else leaf for leaf in leaves], spec)
 
 
 def has_objects(spec: pytree.TreeSpec) -> bool:
@@ -208,27 +285,57 @@ def has_objects(spec: pytree.TreeSpec) -> bool:
     return spec.type is ObjectNode or any(has_objects(child) for child in spec.children())
 
 
-def _packed(leaf: Any, seen: set[int], is_argument: bool = False) -> Any:
-    """An object's node with packed attributes; an object that occurs twice or holds unsupported values stays itself."""
+def _packed(leaf: Any, seen: dict[int, int | None], is_argument: bool = False) -> Any:
+    """An object's node with packed attributes; an object that holds unsupported values stays itself.
+
+    ``seen``: by the id of each object so far, how many were packed before it; ``None`` while it is being packed. A
+    result that occurs twice stays itself.
+    """
     if _is_size(leaf):  # pytree treats it as a tuple, and returns a tuple
         return ObjectNode(torch.Size, {str(axis): extent for axis, extent in enumerate(leaf)}, {})
-    if not _is_object(leaf) or id(leaf) in seen:
+    if not (_is_argument_object(leaf) if is_argument else _is_object(leaf)):
         return leaf
-    seen.add(id(leaf))
-    items = dict(leaf) if isinstance(leaf, dict) else {}
-    node = ObjectNode(type(leaf), dict(_attributes(leaf)), items, leaf, is_argument)
+    if id(leaf) in seen:
+        number = seen[id(leaf)]
+        return leaf if number is None or not is_argument else ObjectNode(Again(number), {}, {}, leaf, True)
+    seen[id(leaf)] = None
+    node = _node_of(leaf, is_argument)
     for values in (node.attributes, node.items):
         for name, value in values.items():
             if is_argument and isinstance(value, type):  # not a constant of the call
                 return leaf
             if isinstance(value, _PLAIN):
                 continue
-            leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
+            leaves, spec = pytree.tree_flatten(value, is_leaf=_is_whole)
             leaves = [_packed(each, seen, is_argument) for each in leaves]
             if not all(isinstance(each, (torch.Tensor, ObjectNode, *_PLAIN)) for each in leaves):
                 return leaf
             values[name] = pytree.tree_unflatten(leaves, spec)
+    seen[id(leaf)] = sum(number is not None for number in seen.values())
     return node
+
+
+def _node_of(value: Any, is_argument: bool) -> ObjectNode:
+    """An object's node, with its attributes as they are."""
+    if type(value) is partial:
+        attributes = {"func": value.func, "args": value.args, "keywords": value.keywords}
+        return ObjectNode(partial, attributes, dict(value.__dict__), value, is_argument)
+    if type(value) is not FunctionType:
+        items = dict(value) if isinstance(value, dict) else {}
+        return ObjectNode(type(value), dict(_attributes(value)), items, value, is_argument)
+    defaults, keywords = value.__defaults__ or (), value.__kwdefaults__ or {}
+    attributes = {
+        name: cell.cell_contents for name, cell in zip(value.__code__.co_freevars, _cells(value), strict=True)
+    }
+    attributes |= {f"__defaults__[{place}]": each for place, each in enumerate(defaults)}
+    attributes |= {f"__kwdefaults__[{name!r}]": each for name, each in keywords.items()}
+    names, counts = (value.__name__, value.__qualname__, value.__module__), (len(defaults), tuple(keywords))
+    kind = FunctionKind(value.__code__, value.__globals__, names, counts)
+    return ObjectNode(kind, attributes, dict(value.__dict__), value, is_argument)
+
+
+def _cells(function: FunctionType) -> tuple[CellType, ...]:
+    return function.__closure__ or ()
 
 
 def objects_of(packed_result: Any) -> list[Any]:
@@ -241,6 +348,18 @@ def objects_of(packed_result: Any) -> list[Any]:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, torch.Size)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether pytree would lose what there is to it: of a ``BlockMask`` that somebody registered its functions."""
+    return isinstance(value, torch.Size | BlockMask)
+
+
+def _is_argument_object(value: Any) -> bool:
+    """Whether a value among the arguments is an object, or a function of which all is known."""
+    if type(value) is not FunctionType:
+        return type(value) is partial or _is_object(value)
+    return all(cell != CellType() for cell in _cells(value))
 
 
 def _is_object(value: Any) -> bool:

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bridge.base.modes import replaced
 from bridge.base.torch_internals import HigherOrderOperator, find, frames_compiled
 from bridge.base.torch_recording import no_python_kernels
 
-__all__ = ["lifted_operands", "nested_operands"]
+__all__ = [
+    "BlockMask",
+    "flex_attention_casts",
+    "indexing_by_tensors",
+    "is_check_of_devices",
+    "is_indexing",
+    "lifted_operands",
+    "nested_operands",
+]
 
 _no_modes: Callable[[], AbstractContextManager] = find("torch.utils._python_dispatch._disable_current_modes")
 _cond = importlib.import_module("torch._higher_order_ops.cond")
+_flex = importlib.import_module("torch.nn.attention.flex_attention")
+BlockMask: type = _flex.BlockMask
 _environment: Callable[[], AbstractContextManager] = find("torch._higher_order_ops.utils.setup_compilation_env")
+
+
+_TAKEN = {"flex_attention": 7}
+"""Of operators by their names, how many arguments Dynamo takes: the others are what it finds that functions read."""
+
+
+_INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
+_requires_grad = torch.Tensor.requires_grad.__get__
+_BETWEEN = 8
+"""Frames between a mode of torch functions and what calls one: of other modes, such as ``torch.device``."""
 
 
 class _TracedError(Exception):
@@ -53,10 +76,40 @@ def lifted_operands(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.
 
     with _no_modes(), no_python_kernels(), frames_compiled(), _environment():
         try:
-            torch.compile(call, backend=backend, fullgraph=True)(*args)
+            torch.compile(call, backend=backend, fullgraph=True)(*args[: _TAKEN.get(op.name())])
         except _TracedError:
             return found
     return found
+
+
+def flex_attention_casts(kind: str) -> bool:
+    """Whether ``flex_attention`` on a type of devices casts its operands under autocast."""
+    return getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}") in _flex.flex_attention_hop.py_kernels
+
+
+def indexing_by_tensors() -> TorchFunctionMode:
+    """While active, ``table[i, j]`` with integers and 0-d tensors takes the element there, by the tensors' numbers."""
+    return find(f"{_INDEXING}.TransformGetItemToIndex")()
+
+
+def is_indexing(op: Any, args: tuple) -> bool:
+    """Whether a higher-order operator is that indexing, a function with a backward of torch's own, under ``vmap``."""
+    return op.name() == "custom_function_call" and args[0] is find(f"{_INDEXING}.ModIndex")
+
+
+def is_check_of_devices(func: Any) -> bool:
+    """Whether a torch function is ``requires_grad``, by which ``flex_attention`` refuses tensors on a CPU in eager.
+
+    To be asked in a mode of torch functions.
+    """
+    if func != _requires_grad:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_BETWEEN):
+        if frame is None or frame.f_code is _flex._validate_device.__code__:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _flex._validate_device.__code__
 
 
 @contextmanager

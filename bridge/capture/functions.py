@@ -127,6 +127,8 @@ class Functions(TorchFunctionMode):
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order.called(func, args, kwargs, quiet.call, self)
+        if self._higher_order.is_check(func):
+            return False
         if func in _BACKWARDS:
             reason = "runs a backward inside forward, which adds to gradients that are the caller's"
             raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", _line(), reason)])

@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
 from bridge.base.threads import stack_of
-from bridge.base.torch_higher_order import lifted_operands
-from bridge.base.torch_internals import HigherOrderOperator, innermost_transform, no_torch_function, pytree
+from bridge.base.torch_higher_order import is_check_of_devices, is_indexing, lifted_operands
+from bridge.base.torch_internals import HigherOrderOperator, aten, innermost_transform, no_torch_function, pytree
 from bridge.capture.custom_functions import functions_of_torchs
+from bridge.capture.flex_attention import attention
 
 if TYPE_CHECKING:
     from bridge.capture.recorder import OperatorRecorder
@@ -74,14 +75,21 @@ def _stacked(trees: Sequence[Any]) -> Any:
 
 
 _FORMS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "map_impl": _map, "scan": _scan}
+_FORMS["flex_attention"] = attention
 """Name of a higher-order operator → its replacement, which takes whether autograd tracks the operator (``None``: it is
 inside of another one) and the operator's arguments."""
+_FOLLOWED = {"flex_attention": 2}
+"""Name of a higher-order operator → how many of its results autograd tracks, where that is not all."""
 
 
 class AsPython(TorchFunctionMode):
     """While active, higher-order operators run as Python control flow, without Dynamo."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if is_check_of_devices(func):
+            return False
+        if isinstance(func, HigherOrderOperator) and is_indexing(func, args):
+            return aten.index.Tensor(*args[1:])
         if not isinstance(func, HigherOrderOperator) or func.name() not in _FORMS:
             return func(*args, **(kwargs or {}))
         with self:
@@ -104,6 +112,9 @@ class Followed(torch.autograd.Function):
 
 class HigherOrder:
     """Runs the higher-order operators of a run as Python control flow; ``recorder``: the run's."""
+
+    is_check = staticmethod(is_check_of_devices)
+    """Whether a torch function is a check of ``flex_attention``'s, to be answered ``False``."""
 
     def __init__(self, recorder: OperatorRecorder) -> None:
         self._recorder, self._is_inside = recorder, False
@@ -129,6 +140,8 @@ class HigherOrder:
             finally:
                 TorchFunctionMode.__exit__(mode, None, None, None)
 
+        if is_indexing(op, args):
+            return run(aten.index.Tensor, args[1:], {})
         reason = "a higher-order operator, whose function torch traces by itself"
         if op.name() in _FORMS and innermost_transform() is None:
             try:
@@ -152,12 +165,13 @@ class HigherOrder:
             self._is_inside = False
         record.followed.append(numbers)
         with no_torch_function():
-            return result if numbers is None else self._followed(result, operands, numbers, start)
+            return result if numbers is None else self._followed(op, result, operands, numbers, start)
 
-    def _followed(self, result: Any, operands: Sequence[torch.Tensor], numbers: list[int], start: int) -> Any:
+    def _followed(self, op: Any, result: Any, operands: Sequence[torch.Tensor], numbers: list[int], start: int) -> Any:
         """The result of an operator that autograd tracks, linked to its unused operands.
 
         Args:
+            op: the operator.
             operands: in the real run, the tensors that eager's Function takes.
             numbers: values of operands with zero gradients; the real run appends them.
             start: the first row of its functions.
@@ -165,6 +179,7 @@ class HigherOrder:
         recorder, is_first = self._recorder, self._recorder.answers is None
         leaves, spec = pytree.tree_flatten(result)
         places = [n for n, each in enumerate(leaves) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        places = places[: _FOLLOWED.get(op.name())]
         results = [leaves[n] for n in places]
         if is_first:
             if any(row.draws[0] != row.draws[1] for row in recorder.record.rows[start:]):

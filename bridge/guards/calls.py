@@ -31,6 +31,7 @@ from bridge.guards.kinds import (
 )
 from bridge.guards.machinery import is_library
 from bridge.guards.objects import (
+    ABSENT,
     FrameOf,
     Instance,
     binds,
@@ -60,6 +61,11 @@ def _hand_on_showing(args: Iterable[list[Any]]) -> bool:
     """Whether an argument is itself a function that shows or compares its arguments (``map(str, values)``)."""
     kinds = (types.BuiltinFunctionType, type, types.WrapperDescriptorType, types.MethodDescriptorType)
     return any(is_a(each, kinds) and each.__name__ in USES["shows"] for arg in args for each in arg)
+
+
+def _is_held(value: Any, name: Any) -> bool:
+    """Whether ``getattr`` gives what an object's own dictionary holds."""
+    return type(name) is str and name in (dict_of(value) or ()) and class_entry(type(value), name) is ABSENT
 
 
 class CallAnalysis(Sources):
@@ -139,7 +145,7 @@ class CallAnalysis(Sources):
                 self.identity_of_passed(each, where)
         elif name in ("id", "is_", "is_not") and call is not None:
             for source in call.arguments:
-                self._identity(known, source)
+                self._identity(known, source, name != "id")
         elif name == "globals":
             self.know(known.globals, Place("global", known.globals.get("__name__", "")))
             self._result(known.calls.called, place, known.globals, known)
@@ -155,8 +161,10 @@ class CallAnalysis(Sources):
             for each in everything:
                 self.deep(each)
         if name not in USES["tells"] and not module.startswith("torch"):
+            names = args[1] if of == ("builtins", "getattr") and len(args) > 1 else ()
             for value in everything:
-                self._handed_on(known, place, value, 2)
+                if not (names and all(_is_held(value, each) for each in names)):
+                    self._handed_on(known, place, value, 2)
 
     def _handed_on(self, known: Frame, place: int, value: Any, deep: int) -> None:
         """Notes an argument and its contents as possible results of a function in C."""

@@ -93,7 +93,7 @@ class Insides(World):
 
     def whole(self, value: Any, where: str = "forward", compared: bool = False) -> None:
         """Notes a read of an object's contents; ``compared``: with other contents, or shown as text."""
-        if compared and type(value).__repr__ is object.__repr__:
+        if compared and type(value).__repr__ in (object.__repr__, FunctionType.__repr__):
             self.identity_of_passed(value, where)
         if not self.knows(value):
             self.strangers.note(value, ("whole", where))

@@ -65,6 +65,8 @@ CHANGING_PYTHON = frozenset(
 _PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton", "filelock", os.path.join("tvm", "script")))
 """Packages that torch's machinery calls: progress bars, the kernel compiler, file locks, and TVM's replacement of
 ``inspect.getfile``."""
+_WARNS_ONCE = os.path.join(TORCH_DIR, "nn", "attention", "flex_attention.py")
+"""A file of torch's that keeps the names of its past warnings in a set."""
 _REFERENCES = ("weakref.py", "_weakrefset.py")
 """Files of weak references' callbacks, which run whenever an object dies."""
 _FINALIZERS = frozenset(each.__code__ for each in vars(weakref.finalize).values() if isinstance(each, FunctionType))
@@ -95,6 +97,7 @@ def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:
         any(each in code.co_filename for each in _PACKAGES)
         or code in _FINALIZERS
         or code is torch.compile.__code__
+        or (code.co_name == "_warn_once" and code.co_filename == _WARNS_ONCE)
         or (code.co_name in ("_remove", "remove") and code.co_filename.endswith(_REFERENCES))
     ):
         return True

@@ -231,7 +231,10 @@ class Reads(CallAnalysis):
                 self.class_name(each, called)
         found = frame.globals.get(name, ABSENT)
         if is_a(found, FunctionType) and found.__code__ is code:
-            self.name(frame.globals, name, Place("global", name))
+            if any(type(each) is FunctionType and each.__code__ is code for each in self.passed):
+                self._note(("name", id(frame.globals), name), Name(frame.globals, name, Place("global", name)))
+            else:
+                self.name(frame.globals, name, Place("global", name))
 
     def _is_ours(self, back: FrameType | None, code: CodeType) -> bool:
         """Whether a library function runs for this package instead of for forward."""

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -261,12 +261,18 @@ class Sources(Insides):
             found.update({id(value): value for value in self._values(frame, source)})
         return list(found.values())
 
-    def _identity(self, frame: Frame, source: Source) -> None:
-        """Notes that a value is compared by identity."""
+    def _identity(self, frame: Frame, source: Source, is_compared: bool = True) -> None:
+        """Notes that a value is compared by identity, or that its identity is read.
+
+        Guards compare a function argument's code; :attr:`World.kin` tells functions of equal code apart.
+        """
         values = self._given(frame, (source,))
         self.tensors.identities |= {self.inputs[id(value)] for value in values if id(value) in self.inputs}
         for value in values:
-            self.identity_of_passed(value, frame.where)
+            if is_compared and type(value) is FunctionType:
+                self.told_apart |= any(value is each for each in self.passed)
+            else:
+                self.identity_of_passed(value, frame.where)
         known = [self.original(value) for value in values if value is not None and type(value) is not bool]
         self.identical.update((id(value), value) for value in known)
         for value in values:

@@ -92,7 +92,8 @@ class World(Changes):
         bases: classes whose bases decided a branch.
         inputs: positions of the run's inputs, by id.
         passed: Python objects among the run's arguments. ``kin``: earlier objects of the same classes: ``==``, ``in``
-            and keys can tell whether an argument is one of them.
+            and keys can tell whether an argument is one of them. Functions are kin by equal code, if
+            ``told_apart``: forward compares one by identity.
         tensors: the reads of tensors' properties and identities.
         validates: whether code of ``torch.distributions`` ran, whose argument checks are optional.
     """
@@ -113,6 +114,7 @@ class World(Changes):
         self.passed: list[Any] = []
         self.kin: list[Any] = []
         self.tensors, self.validates = AskedTensors(), False
+        self.told_apart = False
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
         self._held: dict[int, dict[str, Any]] = {}
         self.strangers = Strangers()
@@ -433,8 +435,8 @@ class World(Changes):
 
     def note_kin(self) -> None:
         """Sets ``kin``, at the end of a run."""
-        kinds = set(map(type, self.passed))
-        self.kin = [self.original(each) for each in self._known.values() if type(each) in kinds]
+        kinds = {_kind(each) for each in self.passed if self.told_apart or type(each) is not FunctionType}
+        self.kin = [self.original(each) for each in self._known.values() if _kind(each) in kinds]
 
     def forget(self) -> None:
         """Drops the data that only the run needed; the guard keeps the rest."""
@@ -443,3 +445,7 @@ class World(Changes):
             each.clear()
         self.passed.clear()
         self.originals = {}
+
+
+def _kind(value: Any) -> Any:
+    return value.__code__ if type(value) is FunctionType else type(value)

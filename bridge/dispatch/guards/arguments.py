@@ -22,7 +22,7 @@ from torch import nn
 
 from autodiff.extents import Dim
 from bridge.base.errors import ARGUMENTS, STRUCTURE, GuardFailure
-from bridge.base.pytrees import ObjectNode, leaf_names, objects_of, packed_arguments, structure_difference
+from bridge.base.pytrees import has_objects, leaf_names, objects_of, packed_arguments, structure_difference
 from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured, is_number
@@ -198,7 +198,7 @@ class _Structure:
         self._num_positional = spec.child(0).num_children
         self._keywords = list(spec.child(1).context)
         self._shape = [_shape_of(part, i) for part in spec.children() for i in range(part.num_children)]
-        self._is_flat = not any(self._shape)
+        self._is_flat, self._has_objects = not any(self._shape), has_objects(spec)
         #: Number of arguments if all are positional leaves: then only the number is compared.
         self.flat_count = self._num_positional if self._is_flat and not self._keywords else None
         self._signature = signature_of(forward)  # another condition guards forward itself
@@ -234,9 +234,11 @@ class _Structure:
             return None
         if self._is_flat:
             return values
+        if self._has_objects:
+            values = packed_arguments(values)
         leaves: list[Any] = []
         fits = all(_take(*pair, leaves) for pair in zip(values, self._shape, strict=True))
-        return leaves if fits and not (self._kin and self._has_kin(packed_arguments(values))) else None
+        return leaves if fits and not (self._kin and self._has_kin(values)) else None
 
     def _has_kin(self, packed: Any) -> bool:
         return any(each is other for each in objects_of(packed) for other in self._kin)
@@ -292,8 +294,6 @@ def _take(value: Any, shape: tuple | None, leaves: list[Any]) -> bool:
         leaves.append(value)
         return True
     kind, context, children, spec = shape
-    if kind is ObjectNode and type(value) is context[0]:
-        value = packed_arguments(value)
     if type(value) is not kind:
         return False
     if kind is tuple or kind is list:

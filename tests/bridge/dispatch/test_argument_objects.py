@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import functools
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -285,3 +286,157 @@ def test_what_forward_asks_of_it(use):
             given.late = None
         torch.testing.assert_close(dispatched(given), module(given), rtol=1e-12, atol=1e-12)
     assert stats(dispatched).hits
+
+
+FACTOR = 3.0
+
+
+def tripled(v):
+    return v * FACTOR
+
+
+def of_tensor(w):
+    return lambda v: v * w
+
+
+def of_number(number):
+    return lambda v: v * number
+
+
+def scaled(w, v, factor=2):
+    return w * v * factor
+
+
+def with_defaults(w, number):
+    def function(v, w=w, *, number=number):
+        return v * w + number
+
+    return function
+
+
+def with_attribute(w):
+    def function(v):
+        return v * 2
+
+    function.shift = w
+    return function
+
+
+def together(*functions):
+    return lambda v: sum(each(v) for each in functions)
+
+
+@dataclass
+class WithFunction:
+    x: torch.Tensor
+    function: object
+
+
+def call(m, function):
+    return function(m.linear(torch.ones(3, 4).double()))
+
+
+FUNCTIONS = {
+    "of the module's code": (call, lambda i: tripled),
+    "made anew": (call, lambda i: lambda v: v * 5),
+    "of torch's": (call, lambda i: nn.functional.silu),
+    "of a tensor": (call, lambda i: of_tensor(x(i))),
+    "of a number": (call, lambda i: of_number(2.5)),
+    "with defaults": (call, lambda i: with_defaults(x(i), 4)),
+    "with an attribute": (lambda m, f: call(m, f) + f.shift, lambda i: with_attribute(x(i))),
+    "partial": (call, lambda i: functools.partial(scaled, x(i), factor=3)),
+    "of functions": (call, lambda i: together(of_tensor(x(i)), functools.partial(scaled, x(i)), tripled)),
+    "of one function twice": (call, lambda i: (lambda f: together(f, f))(of_tensor(x(i)))),
+    "in a dataclass": (lambda m, b: b.function(m.linear(b.x)), lambda i: WithFunction(x(i), of_tensor(x(i + 50)))),
+    "twice": (lambda m, b: call(m, b[0]) + call(m, b[1]["f"]), lambda i: (lambda f: [f, {"f": f}])(of_tensor(x(i)))),
+    "an object twice": (lambda m, b: m.linear(b[0].x) + b[1].x, lambda i: (lambda b: [b, b])(Batch(x(i)))),
+}
+
+
+@pytest.mark.composes(
+    "functions, and objects that hold functions, among the arguments",
+    "tensors that they close over are inputs; their code and plain values are conditions",
+    section="Guards",
+)
+@pytest.mark.parametrize("case", FUNCTIONS)
+def test_functions_are_compared_by_code_and_closure(case):
+    run, make = FUNCTIONS[case]
+    module = Net(run)
+    dispatched = add_tvm_dispatch(Net(run), (make(1),))
+    dispatched.load_state_dict(module.state_dict())
+    for seed in (2, 3):
+        found = [each(make(seed)) for each in (dispatched, module)]
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    assert stats(dispatched).hits == 2, stats(dispatched)
+
+
+def test_the_gradient_of_a_tensor_that_a_function_closes_over():
+    module = Net(call)
+    w = x(1).requires_grad_()
+    add_tvm_dispatch(module, (of_tensor(x(2).requires_grad_()),))
+    module(of_tensor(w)).sum().backward()
+    torch.testing.assert_close(w.grad, module.linear(torch.ones(3, 4).double()).detach())
+    assert stats(module).hits == 1
+
+
+OTHERS = {
+    "code": lambda: lambda v: v * 4,
+    "a number": lambda: of_number(4.0),
+    "a type": lambda: of_number(2),
+    "global names": lambda: FunctionType(of_number(2.0).__code__, {"FACTOR": 7}, "<lambda>", None, (CellType(2.0),)),
+    "a partial": lambda: functools.partial(of_number(2.0)),
+    "a class": lambda: nn.Softplus(),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_function_is_another_call(case):
+    module = Net(call)
+    add_tvm_dispatch(module, (of_number(2.0),))
+    other = OTHERS[case]()
+    wanted = other(module.linear(torch.ones(3, 4).double()))
+    torch.testing.assert_close(module(other), wanted)
+    assert stats(module).misses.total() == 1 and not stats(module).hits
+
+
+def test_what_a_function_reads_is_a_condition(monkeypatch):
+    module = Net(call)
+    add_tvm_dispatch(module, (tripled,))
+    monkeypatch.setitem(globals(), "FACTOR", 8.0)
+    torch.testing.assert_close(module(tripled), module.linear(torch.ones(3, 4).double()) * 8)
+    assert stats(module).misses.total() == 1
+
+
+def test_a_function_of_what_no_graph_holds_is_refused():
+    module = Net(call)
+
+    def recursive(v):
+        return recursive(v)
+
+    for function in (of_tensor(module), of_number(object()), recursive):
+        with pytest.raises(UnsupportedModule, match="not a tensor, number, string, flag or None"):
+            add_tvm_dispatch(module, (function,))
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("asks", IDENTITIES.values(), ids=IDENTITIES)
+def test_which_function_it_is(asks, same):
+    module = Net(lambda m, f: call(m, f) if asks(m, f) else m.linear(torch.zeros(3, 4).double()))
+    module.kept, other = kept, _ = of_number(3.0), of_number(3.0)
+    module.holder, module.several, module.hashed, module.table = {"kept": kept}, [kept], {kept}, {kept: True}
+    module.number, module.hash, module.text = id(kept), hash(kept), repr(kept)
+    wanted = call(module, kept), module.linear(torch.zeros(3, 4).double())
+    try:
+        add_tvm_dispatch(module, (kept if same else other,))
+    except UnsupportedModule:
+        return
+    torch.testing.assert_close((module(kept), module(other)), wanted)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_whether_two_functions_are_one(same):
+    module = Net(lambda m, f, g: call(m, f) if f is g else m.linear(torch.zeros(3, 4).double()))
+    one, two = of_number(3.0), of_number(3.0)
+    wanted = call(module, one), module.linear(torch.zeros(3, 4).double())
+    add_tvm_dispatch(module, (one, one if same else two))
+    torch.testing.assert_close((module(one, one), module(one, two)), wanted)
