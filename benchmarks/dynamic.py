@@ -83,7 +83,7 @@ def bind(name: str, sizes: int) -> Row:
     module = BOUND[name]().train()
     ours = dispatched(module, torch.randn(3, 17, 8, requires_grad=True), (0, 1))
     (entry,) = stats(ours).entries
-    symbols = [symbol.name for symbol in entry.lowered.captured.extents.samples]
+    symbols = [symbol.name for symbol in entry.lowered.captured.sizes.scope.samples]
     walls, works = [], []
     for count in range(sizes):
         given = {symbol: 4 + (count * 7 + place) % 97 for place, symbol in enumerate(symbols)}

@@ -95,7 +95,7 @@ def checked(name: str, steps: int) -> str:
     except AssertionError as error:
         return "WRONG: " + " ".join(str(error).split())[:300]
     (entry,) = stats(module).entries
-    return "same, recorded" if entry.lowered.captured.loops else "same"
+    return "same, recorded" if entry.lowered.captured.loop.is_recorded else "same"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,7 +46,7 @@ def with_gradient(importer, node, output, gradient):
 @converts(OVERWRITTEN)
 @converts(OVERWRITTEN, table=COMPLEX)
 def overwritten(importer, node, x, name):
-    made = importer.in_memory(importer.whole_of(x), importer.captured.placeholders[name])
+    made = importer.in_memory(importer.whole_of(x), importer.captured.names.placeholders[name])
     return separated(importer, made) if isinstance(x, Complex) else made
 
 

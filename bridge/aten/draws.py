@@ -190,7 +190,7 @@ def unplaced(captured: Captured) -> list[Unsupported]:
         draws = [draw for draw in captured.draws if draw.is_placed or draw.is_attention_mask]
         draws = [draw for draw in draws if draw.advance is None]
         reason = "draws inside of a kernel that does not tell how far it moves the generator"
-        if captured.extents is not None:
+        if captured.sizes.scope is not None:
             reason = (
                 "draws inside of a kernel, and how far that moves the generator is known for the sample's sizes alone"
             )
@@ -204,7 +204,7 @@ def state_before(importer: Any, node: fx.Node) -> tuple[Var, Dim]:
 
     ``UnsupportedUse`` if eager made no draw there.
     """
-    index = importer.captured.draw_of.get(node.name)
+    index = importer.captured.names.draws.get(node.name)
     if index is None or not importer.captured.draws[index].is_placed:
         raise UnsupportedUse("a random draw that was not observed in eager")
     state = importer.draw_params.setdefault(index, Var(f"draw_{index}", TensorType(*GENERATOR_STATE)))
@@ -215,7 +215,7 @@ def state_before(importer: Any, node: fx.Node) -> tuple[Var, Dim]:
 def draw_at_offset(importer: Any, node: fx.Node, tensors: Sequence[Expr]) -> Expr:
     """A GPU's draw with computed parameters, in eager's type; ``UnsupportedUse`` for a layout that it cannot have."""
     state, advance = state_before(importer, node)
-    draw = importer.captured.draws[importer.captured.draw_of[node.name]]
+    draw = importer.captured.draws[importer.captured.names.draws[node.name]]
     check_parameters(draw, tensors)
     description, _ = described_draw(draw)
     args = [StringImm(draw.op), StringImm(description), relax.prim_value(advance), state, *tensors]

@@ -96,8 +96,8 @@ def unknown_types(captured: Captured) -> list[Unsupported]:
     """Tensors that enter the function with types that Relax does not compute with."""
     nodes = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
     entering = [(spec.name, spec.name, spec.dtype) for spec in captured.module_tensors]
-    entering += [(f"argument {index}", "forward", fake.dtype) for index, fake in enumerate(captured.arguments)]
-    for name, value in captured.literals.items():
+    entering += [(f"argument {index}", "forward", fake.dtype) for index, fake in enumerate(captured.given.tensors)]
+    for name, value in captured.names.literals.items():
         where = next(filter(None, map(where_is, nodes[name].users)), captured.module_name)
         entering.append(("a tensor literal", where, value.dtype))
     return [
@@ -281,9 +281,9 @@ class Importer:
 
     def draw(self, node: fx.Node) -> Expr:
         """The input with eager's draw at ``node``; the parts of complex numbers are in a last dimension."""
-        if node.name not in self.captured.draw_of:
+        if node.name not in self.captured.names.draws:
             raise UnsupportedUse("a random draw that was not observed in eager")
-        index = self.captured.draw_of[node.name]
+        index = self.captured.names.draws[node.name]
         draw = self.captured.draws[index]
         if not same_shape(draw.shape, dims(self.out(node).shape)):
             raise UnsupportedUse(f"eager draws a tensor of shape {draw.shape}, the graph {tuple(self.out(node).shape)}")
@@ -384,9 +384,9 @@ def _parameters(captured: Captured, importer: Importer) -> tuple[list[Var], dict
         for spec in captured.module_tensors
     ]
     nodes = [node for node in captured.graph.nodes if node.op == "placeholder"]
-    names = {index: name for name, index in captured.placeholders.items()}
-    shapes = captured.argument_shapes or [fake.shape for fake in captured.arguments]
-    for index, (fake, extents) in enumerate(zip(captured.arguments, shapes, strict=True), start=len(types)):
+    names = {index: name for name, index in captured.names.placeholders.items()}
+    shapes = captured.sizes.shapes or [fake.shape for fake in captured.given.tensors]
+    for index, (fake, extents) in enumerate(zip(captured.given.tensors, shapes, strict=True), start=len(types)):
         types.append(
             (
                 names.get(index, f"argument_{index}"),
@@ -396,10 +396,10 @@ def _parameters(captured: Captured, importer: Importer) -> tuple[list[Var], dict
     params = [Var(name, ty) for name, ty in types]
     env: dict[fx.Node, Any] = {}
     for node in nodes:
-        if node.name in captured.placeholders:
-            param = params[captured.placeholders[node.name]]
+        if node.name in captured.names.placeholders:
+            param = params[captured.names.placeholders[node.name]]
             env[node] = importer.parts_of(node, param)
-        elif node.name in captured.literals:
+        elif node.name in captured.names.literals:
             env[node] = importer.parts_of(node, _lifted_constant(captured, node))
         else:
             env[node] = node.meta.get("val")
@@ -412,7 +412,7 @@ def _parameter_name(path: str) -> str:
 
 def _lifted_constant(captured: Captured, node: fx.Node) -> Expr:
     """A tensor literal of the module's code."""
-    value = as_parts(captured.literals[node.name])
+    value = as_parts(captured.names.literals[node.name])
     array = value.detach().to(HOST).contiguous()
     if array.dtype == torch.bfloat16:
         return relax.const(array.float().numpy(), "bfloat16")
@@ -444,7 +444,7 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
     checks = [(condition, ("assertion in forward", message)) for condition, message in importer.assertions]
     checks += [
         (holds(importer, env[node], reading), (f"number read at {reading.where}", compared(reading)))
-        for node, reading in zip(captured.read, captured.readings, strict=True)
+        for node, reading in zip(captured.read, captured.numbers.guards, strict=True)
         if node is not None
     ]
     if checks:

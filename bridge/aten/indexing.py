@@ -163,7 +163,7 @@ def _known(importer, node):
     if not isinstance(node, fx.Node):
         return None
     if node.op == "placeholder":
-        literal = importer.captured.literals.get(node.name)
+        literal = importer.captured.names.literals.get(node.name)
         return None if literal is None else literal.detach().to(HOST)
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype != torch.int64 or has_extents(tuple(value.shape)):

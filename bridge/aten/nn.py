@@ -171,7 +171,7 @@ def native_dropout(importer, node, x, rate, train):
         return importer.emit(op.multiply(x, importer.constant(0, dtype(x)))), importer.filled(
             node.meta["val"][1], False
         )
-    index = importer.captured.draw_of.get(node.name)
+    index = importer.captured.names.draws.get(node.name)
     if index is None:
         raise UnsupportedUse("a dropout whose draw was not observed in eager")
     draw = importer.captured.draws[index]
@@ -250,9 +250,9 @@ def computed_draw(importer, node, *args, **kwargs):
 
 def _computed(importer, node, parameters):
     """A draw with these parameters, made inside the program by eager's operator; see :mod:`bridge.aten.draws`."""
-    if node.name not in importer.captured.draw_of:
+    if node.name not in importer.captured.names.draws:
         raise UnsupportedUse("a random draw that was not observed in eager")
-    index = importer.captured.draw_of[node.name]
+    index = importer.captured.names.draws[node.name]
     if importer.captured.draws[index].is_placed:
         return draw_at_offset(importer, node, parameters)
     return importer.draws.make(index, parameters)
@@ -376,7 +376,7 @@ def cuda_efficient(importer, node, q, k, v, mask, compute_log_sumexp, dropout_p=
 
 def _is_formula(importer, node, rate):
     """Whether products replace the kernel; with dropout, whether the eager run drew the mask of the products."""
-    index = importer.captured.draw_of.get(node.name)
+    index = importer.captured.names.draws.get(node.name)
     if rate and index is not None:
         chosen = importer.captured.draws[index].is_attention_mask
     else:
@@ -416,7 +416,7 @@ def _by_products(importer, node, q, k, v, mask, rate, is_causal, scale):
 
 def _noise(importer, node, weights, rate):
     """The dropout factor: zero, or the reciprocal of the kept share, which the kernel rounds once."""
-    index = importer.captured.draw_of[node.name]
+    index = importer.captured.names.draws[node.name]
     if importer.draws.is_chained(index):
         raise UnsupportedUse("dropout of attention behind a draw on the host whose distribution is computed")
     mask = importer.draw_params[index] = Var(f"draw_{index}", TensorType(shape(weights), "bool"))
@@ -451,10 +451,10 @@ def _attention(importer, node, kernel, q, k, v, mask, dropout_p, is_causal, scal
 def _is_learned(importer, mask):
     """Whether a mask may have a gradient: it is computed from a tensor that requires grad."""
     captured = importer.captured
-    tensors = [*captured.module_tensors, *captured.arguments]
+    tensors = [*captured.module_tensors, *captured.given.tensors]
 
     def requires_grad(node):
-        place = captured.placeholders.get(node.name) if node.op == "placeholder" else None
+        place = captured.names.placeholders.get(node.name) if node.op == "placeholder" else None
         return place is not None and tensors[place].requires_grad
 
     return computed_from(mask, requires_grad, lambda node: () if node.target is STOP_GRADIENT else node.all_input_nodes)

@@ -53,7 +53,7 @@ def computed_numbers(captured: Captured) -> list[Unsupported]:
     """The floating point scalar guards that are computed, not just moved, from the call's own tensors."""
     return [
         Unsupported("a number that forward reads", reading.where, COMPUTED, _HINT)
-        for node, reading in zip(captured.read, captured.readings, strict=True)
+        for node, reading in zip(captured.read, captured.numbers.guards, strict=True)
         if node is not None and reading.dtype.is_floating_point and not _is_moved(node)
     ]
 

@@ -1,6 +1,6 @@
 """Capture: a module's sample call → a functional ATen graph, from the record of an eager run (``docs/capture.md``)."""
 
-from bridge.capture.captured import Captured
+from bridge.capture.captured import Captured, CapturedArguments, CapturedNames
 from bridge.capture.counted_dims import sized
 from bridge.capture.custom_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.draws import IsolatedRNG, attends_by_products, with_generator
@@ -60,6 +60,7 @@ __all__ += [
     "TANGENT",
 ]
 __all__ += ["UNKNOWN", "UPSAMPLES", "WHOLE", "WHOLE_FUNCTIONS", "WITH_GRADIENT", "Captured", "Counter", "Draw"]
+__all__ += ["CapturedArguments", "CapturedNames"]
 __all__ += ["DropoutOperand", "DynamicDim", "IsolatedRNG", "KeptPlace", "LoopedCall", "NotArithmeticError"]
 __all__ += ["NumberPlace", "Observation", "OperatorCall", "Output", "Parameter", "PreCallExpression", "RecordedCall"]
 __all__ += [

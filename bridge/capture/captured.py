@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,7 +22,91 @@ from bridge.capture.precall_guards import PreCallExpression
 from bridge.capture.scalar_guards import ScalarGuard
 from bridge.state import ModuleTensor
 
-__all__ = ["Captured"]
+__all__ = ["Captured", "CapturedArguments", "CapturedLoop", "CapturedNames", "CapturedNumbers", "CapturedSizes"]
+__all__ += ["CapturedState"]
+
+
+class CapturedArguments(NamedTuple):
+    """The arguments of a captured call.
+
+    Attributes:
+        tensors: the leaves that are tensors (fake), in pytree order, then the counted sizes.
+        leaves: all leaves, tensors replaced by ``None``. ``is_tensor``: for each, whether it is one.
+        spec: pytree structure of ``(args, kwargs)``.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    leaves: tuple[Any, ...]
+    is_tensor: tuple[bool, ...]
+    spec: pytree.TreeSpec
+
+
+class CapturedNames(NamedTuple):
+    """Nodes of a captured graph by their names.
+
+    Attributes:
+        placeholders: name → index into ``module_tensors`` and the arguments' tensors (tied ones share one).
+        draws: name of each node that draws → index into the observation's draws.
+        literals: tensor literals of the module's code, by placeholder name.
+    """
+
+    placeholders: dict[str, int]
+    draws: dict[str, int]
+    literals: dict[str, torch.Tensor]
+
+
+class CapturedNumbers(NamedTuple):
+    """The numbers that forward read from tensors on the sample, in order.
+
+    Attributes:
+        guards: scalar guards, one for each number.
+        expressions: pre-call guard expressions of numbers (:mod:`bridge.capture.precall_guards`).
+        by_draws: indices of the numbers that draws alone decide, so that other calls read other numbers.
+    """
+
+    guards: tuple[ScalarGuard, ...] = ()
+    expressions: tuple[PreCallExpression, ...] = ()
+    by_draws: tuple[int, ...] = ()
+
+
+class CapturedSizes(NamedTuple):
+    """The dynamic dimensions of a captured call.
+
+    Attributes:
+        scope: their symbols; ``None``: every size is static. With symbols, shapes and strides in the observation hold
+            extents, and the arguments' tensors have the sample's sizes.
+        shapes, strides: of the arguments' tensors, with extents; empty without symbols.
+        lines: the user's line for each guard that the capture added to ``scope``.
+        counted: number of the last tensors among the arguments that are no leaves but tensors without elements, whose
+            first dimension is a number that a call computes from its inputs (:mod:`bridge.capture.counted_dims`).
+    """
+
+    scope: ExtentScope | None = None
+    shapes: tuple[tuple[Dim, ...], ...] = ()
+    strides: tuple[tuple[Dim, ...], ...] = ()
+    lines: Mapping[SizeGuard, str] = MappingProxyType({})
+    counted: int = 0
+
+
+class CapturedLoop(NamedTuple):
+    """The recorded loops of a captured call.
+
+    Attributes:
+        is_recorded: whether the graph holds a recorded loop as one step (:mod:`bridge.capture.loops`).
+        recording: the loop's record, for the comparison with another length (:mod:`bridge.capture.loops.lengths`).
+        any_length: for a loop of any length: the lengths that are proven, and how to prove others.
+    """
+
+    is_recorded: bool = False
+    recording: Any = None
+    any_length: AnyLength | None = None
+
+
+class CapturedState(NamedTuple):
+    """The attributes that each call sets: those that it counts up, and places whose values follow its own results."""
+
+    counters: tuple[Counter, ...] = ()
+    kept: tuple[KeptPlace, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -30,64 +115,35 @@ class Captured:
 
     Attributes:
         module_name: class name of the module.
-        graph: functional ATen graph; placeholders are bound by ``placeholders``.
-        placeholders: name of each placeholder -> index into ``module_tensors + arguments`` (tied ones share one).
+        graph: functional ATen graph.
+        names: what its nodes stand for.
         module_tensors: parameters, buffers and other tensors of the module, each once.
-        arguments: the argument leaves that are tensors (fake), in pytree order.
-        argument_leaves: all leaves of the arguments, tensors replaced by ``None``.
-        argument_is_tensor: for each leaf, whether it is a tensor.
-        in_spec: pytree structure of ``(args, kwargs)``.
+        given: the arguments.
         results: for each leaf of the module's result, the graph node that computes it (``None``: not computed).
         mutated: ``(index into module_tensors + arguments, node of its new value)`` of each input written in place.
         observation: metadata of the eager run, see :mod:`bridge.capture.observation`.
-        draw_of: name of each node that draws -> index into ``observation.draws``.
-        literals: tensor literals of the module's code, by placeholder name.
-        counters: attributes that each call counts up.
-        kept: places that each call sets; their values follow the module's own results.
-        readings: scalar guards, one for each number that forward read from a tensor on the sample, in order.
-        read: node of each of these numbers; ``None`` for one that is constant, certain or in ``recomputed``.
-        recomputed: pre-call guard expressions of numbers (:mod:`bridge.capture.precall_guards`).
-        by_draws: indices of the readings that draws alone decide, so that other calls read other numbers.
-        extents: symbols of the dynamic dimensions; ``None``: every size is static. With symbols, shapes and strides in
-            ``observation`` hold extents, and ``arguments`` have the sample's sizes.
-        argument_shapes, argument_strides: of ``arguments``, with extents; empty where ``extents`` is ``None``.
-        lines: the user's line for each guard that the capture added to ``extents``.
-        counted: number of last ``arguments`` that are no leaves but tensors without elements, whose first dimension is
-            a number that a call computes from its inputs (:mod:`bridge.capture.counted_dims`).
+        state: attributes that each call sets.
+        numbers: the scalar guards.
+        read: node of each of these numbers; ``None`` for one that is constant, certain or computed before the call.
+        sizes: the dynamic dimensions.
         device: device of all tensors.
-        loops: whether the graph holds a recorded loop as one step (:mod:`bridge.capture.loops`).
-        recording: the loop's record, for the comparison with another length (:mod:`bridge.capture.loops.lengths`).
-        any_length: for a loop of any length: the lengths that are proven, and how to prove others.
+        loop: the recorded loops.
     """
 
     module_name: str
     graph: fx.Graph
-    placeholders: dict[str, int]
+    names: CapturedNames
     module_tensors: tuple[ModuleTensor, ...]
-    arguments: tuple[torch.Tensor, ...]
-    argument_leaves: tuple[Any, ...]
-    argument_is_tensor: tuple[bool, ...]
-    in_spec: pytree.TreeSpec
+    given: CapturedArguments
     results: tuple[fx.Node | None, ...]
     mutated: tuple[tuple[int, fx.Node], ...]
     observation: Observation
-    draw_of: dict[str, int]
-    literals: dict[str, torch.Tensor]
-    counters: tuple[Counter, ...] = ()
-    kept: tuple[KeptPlace, ...] = ()
-    readings: tuple[ScalarGuard, ...] = ()
+    state: CapturedState = field(default=CapturedState())
+    numbers: CapturedNumbers = field(default=CapturedNumbers())
     read: tuple[fx.Node | None, ...] = ()
-    recomputed: tuple[PreCallExpression, ...] = ()
-    by_draws: tuple[int, ...] = ()
-    extents: ExtentScope | None = None
-    argument_shapes: tuple[tuple[Dim, ...], ...] = ()
-    argument_strides: tuple[tuple[Dim, ...], ...] = ()
-    lines: Mapping[SizeGuard, str] = field(default_factory=dict)
-    counted: int = 0
+    sizes: CapturedSizes = field(default=CapturedSizes())
     device: torch.device = HOST
-    loops: bool = False
-    recording: Any = None
-    any_length: AnyLength | None = None
+    loop: CapturedLoop = field(default=CapturedLoop())
 
     @property
     def problems(self) -> list[Unsupported]:
@@ -98,7 +154,7 @@ class Captured:
         """Refusals of the numbers that draws decide anew in each call."""
         reason = f"{BY_DRAWS[0]} what comes next: a compiled call decides as the sample's"
         hint = "dispatch the modules inside (whole=False), or this module for one decision (whole=True)"
-        where = dict.fromkeys(self.readings[place].where for place in self.by_draws)
+        where = dict.fromkeys(self.numbers.guards[place].where for place in self.numbers.by_draws)
         return [Unsupported("a number that forward reads", each, reason, hint) for each in where]
 
     @property
@@ -150,7 +206,7 @@ class Captured:
         owned = len(self.module_tensors)
         if index < owned:
             return self.module_tensors[index].name
-        names = (name for name, place in self.placeholders.items() if place == index)
+        names = (name for name, place in self.names.placeholders.items() if place == index)
         return next(names, f"argument {index - owned}")
 
     def written_name(self, index: int) -> str:

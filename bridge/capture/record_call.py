@@ -12,7 +12,7 @@ from autodiff.lazy import cached_property
 from bridge.base.devices import HOST, current_device, working_for
 from bridge.base.torch_cuda import settle_attention_order
 from bridge.base.torch_shapes import SYMBOLIC, conclusions, fixed
-from bridge.capture.captured import Captured
+from bridge.capture.captured import Captured, CapturedArguments, CapturedLoop, CapturedNumbers
 from bridge.capture.loops.lengths import LoopedCall, comparable
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.recorded import captured_of, captured_of_any_length
@@ -91,13 +91,15 @@ class RecordedCall:
         return {
             "module_name": self.call.name,
             "module_tensors": tuple(real.given.tensors),
-            "arguments": tuple(fake.arguments),
-            "argument_leaves": tuple(real.given.constants),
-            "argument_is_tensor": tuple(isinstance(leaf, torch.Tensor) for leaf in self.call.leaves),
-            "in_spec": real.given.in_spec,
+            "given": CapturedArguments(
+                tuple(fake.arguments),
+                tuple(real.given.constants),
+                tuple(isinstance(leaf, torch.Tensor) for leaf in self.call.leaves),
+                real.given.in_spec,
+            ),
             "observation": real.observation,
-            "readings": tuple(each.reading for each in real.record.reads),
-            "recording": comparable(real) if real.loops is not None else None,
+            "numbers": CapturedNumbers(tuple(each.reading for each in real.record.reads)),
+            "loop": CapturedLoop(recording=comparable(real) if real.loops is not None else None),
             "device": current_device(),
         }
 
@@ -109,7 +111,7 @@ class RecordedCall:
         call = self.call
         with working_for(device_of_call(call)), recording():
             captured = captured_of(call.module, call.args, call.kwargs, call.dims, self.steady)
-        return replace(captured, counters=self.steady.counters)
+        return replace(captured, state=captured.state._replace(counters=self.steady.counters))
 
 
 # Record key: the record of a call → a digest by which calls are compared; equal keys are the same function.

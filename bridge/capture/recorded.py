@@ -22,7 +22,15 @@ from bridge.base.threads import raise_deferred
 from bridge.base.torch_fakes import clear_fake_memo
 from bridge.base.torch_internals import pytree
 from bridge.capture.autograd_uses import written_and_read
-from bridge.capture.captured import Captured
+from bridge.capture.captured import (
+    Captured,
+    CapturedArguments,
+    CapturedLoop,
+    CapturedNames,
+    CapturedNumbers,
+    CapturedSizes,
+    CapturedState,
+)
 from bridge.capture.draws import match_draws
 from bridge.capture.fake_run import FakeRecord
 from bridge.capture.functional import FunctionalGraph, NotFunctional, drop_unused, functional_graph
@@ -62,7 +70,7 @@ def captured_of_any_length(
     """Captures a call whose loops have any length."""
     fake = run_of_any_length(call, args, kwargs, dims)
     captured = captured_of(module, args, kwargs, dims, SteadyCall(call.real, fake, (), []))
-    return replace(captured, loops=True, recording=call.form, any_length=call.any_length)
+    return replace(captured, loop=CapturedLoop(True, call.form, call.any_length))
 
 
 def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: list[Unsupported]) -> Captured:
@@ -99,28 +107,26 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     )
     observation.unsupported += uncounted(read, readings, sizes, fake.symbols is not None and counts is None)
     present = {node.name for node in functional.graph.nodes}
+    by_draws = tuple(place for place, node in enumerate(read) if varies(node, draw_of, made.literals))
     captured = Captured(
         module_name=name,
         graph=functional.graph,
-        placeholders=bound,
+        names=CapturedNames(bound, {node: draw for node, draw in draw_of.items() if node in present}, made.literals),
         module_tensors=tuple(real.given.tensors),
-        arguments=(*fake.arguments, *counted.values()),
-        counted=len(counted),
-        argument_leaves=tuple(real.given.constants),
-        argument_is_tensor=tuple(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))),
-        in_spec=real.given.in_spec,
+        given=CapturedArguments(
+            (*fake.arguments, *counted.values()),
+            tuple(real.given.constants),
+            tuple(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))),
+            real.given.in_spec,
+        ),
         results=tuple(functional.results[:count]),
         mutated=tuple(mutated),
         observation=observation,
-        draw_of={node: draw for node, draw in draw_of.items() if node in present},
-        literals=made.literals,
-        readings=readings,
+        state=CapturedState(kept=() if real.kept is None else tuple(real.kept.places)),
+        numbers=CapturedNumbers(readings, conditions, by_draws),
         read=read,
-        recomputed=conditions,
-        by_draws=tuple(place for place, node in enumerate(read) if varies(node, draw_of, made.literals)),
-        loops=rolls,
-        recording=comparable(real) if rolls else None,
-        kept=() if real.kept is None else tuple(real.kept.places),
+        sizes=CapturedSizes(counted=len(counted)),
+        loop=CapturedLoop(rolls, comparable(real) if rolls else None),
         device=current_device(),
     )
     clear_fake_memo(fake.mode)

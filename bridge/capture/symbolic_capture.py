@@ -103,22 +103,16 @@ def with_extents(
         observation.unsupported.append(Unsupported("a result or a draw", forward, f"{_NO_FORM}: {error}"))
     values = {**dict(enumerate(pytree.tree_leaves((args, kwargs)))), **sizes.arguments}
     forms = [sizes.form(value) for value in values.values() if isinstance(value, torch.Tensor)]
-    captured = replace(
-        captured,
-        observation=observation,
-        arguments=_arguments_of_sample(args, kwargs, captured.arguments[len(captured.arguments) - captured.counted :]),
-    )
+    counted = captured.given.tensors[len(captured.given.tensors) - captured.sizes.counted :]
+    tensors = _arguments_of_sample(args, kwargs, counted)
+    captured = replace(captured, observation=observation, given=captured.given._replace(tensors=tensors))
     if not sizes.scope.samples:  # forward has fixed them all
-        if captured.counted:
+        if captured.sizes.counted:
             raise UnsupportedModule(captured.module_name, [Unsupported("counted sizes", forward, _FIXED)])
         return captured
-    return replace(
-        captured,
-        extents=sizes.scope,
-        argument_shapes=tuple(form.shape for form in forms),
-        argument_strides=tuple(form.stride for form in forms),
-        lines=sizes.lines,
-    )
+    shapes, strides = tuple(form.shape for form in forms), tuple(form.stride for form in forms)
+    found = captured.sizes._replace(scope=sizes.scope, shapes=shapes, strides=strides, lines=sizes.lines)
+    return replace(captured, sizes=found)
 
 
 def _arguments_of_sample(

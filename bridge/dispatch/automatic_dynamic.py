@@ -142,7 +142,7 @@ class AutomaticDynamicShapes:
                 break
         else:
             return None
-        if known.lowered.captured.loops:  # traced for all sizes, it would be unrolled
+        if known.lowered.captured.loop.is_recorded:  # traced for all sizes, it would be unrolled
             return None
         for each in dict.fromkeys(((*dims, *counts), dims)):
             left = self._fixed.left(call.module.training, each)
@@ -172,7 +172,7 @@ class AutomaticDynamicShapes:
         near: list[tuple[Entry, DynamicDim]] = []
         for known in reversed(self._entries.all):
             captured = known.lowered.captured
-            if captured.loops and captured.device == HOST and is_meant(known):
+            if captured.loop.is_recorded and captured.device == HOST and is_meant(known):
                 dims = dynamic_dims(known.guard, call)
                 near += [(known, dims[0])] if len(dims) == 1 else []
         looped = recorded_call(call) if near else None
@@ -186,16 +186,16 @@ class AutomaticDynamicShapes:
                     known.guard.match(call)
                     return known
                 except GuardFailure:  # it differs elsewhere, which may have changed the recording
-                    known.lowered.captured.any_length.proven.discard(size)
-        made = [known.lowered.captured.any_length for known in self._entries.all]
+                    known.lowered.captured.loop.any_length.proven.discard(size)
+        made = [known.lowered.captured.loop.any_length for known in self._entries.all]
         if sum(each is not None and len(each.proven) == 1 for each in made) >= MAX_ATTEMPTS:
             return None
         for known, dim in near:
             captured, size = known.lowered.captured, leaves[dim.leaf].shape[dim.dimension]
-            if captured.any_length is not None or captured.recording is None:
+            if captured.loop.any_length is not None or captured.loop.recording is None:
                 continue
-            then = captured.arguments[sum(captured.argument_is_tensor[: dim.leaf])].shape[dim.dimension]
-            again = looped.of_any_length(captured.recording, then, dim.leaf, dim.dimension, size)
+            then = captured.given.tensors[sum(captured.given.is_tensor[: dim.leaf])].shape[dim.dimension]
+            again = looped.of_any_length(captured.loop.recording, then, dim.leaf, dim.dimension, size)
             if again is not None and self._fixed.left(call.module.training, (dim,)):
                 return self._for_all_sizes(call, (dim,), known, again)
         return None
@@ -233,14 +233,17 @@ class AutomaticDynamicShapes:
 
 def _counts(known: Entry) -> tuple[DynamicDim, ...]:
     """:data:`ALL_COUNTS` if an entry's pre-call expressions yield integers that may be sizes, else empty."""
-    numbers = [number for each in known.lowered.captured.recomputed for number in each.numbers]
+    numbers = [number for each in known.lowered.captured.numbers.expressions for number in each.numbers]
     return (ALL_COUNTS,) if any(type(each) is int and each >= LEAST for each in numbers) else ()
 
 
 def _covers(entry: Entry, known: Entry) -> bool:
     """Whether an entry with dynamic counts serves every call that ``known``, with the sample's counts, serves."""
-    read = zip(entry.lowered.captured.recomputed, known.lowered.captured.recomputed, strict=False)
-    if len(entry.lowered.captured.recomputed) != len(known.lowered.captured.recomputed) or known.bound is not None:
+    read = zip(entry.lowered.captured.numbers.expressions, known.lowered.captured.numbers.expressions, strict=False)
+    if (
+        len(entry.lowered.captured.numbers.expressions) != len(known.lowered.captured.numbers.expressions)
+        or known.bound is not None
+    ):
         return False
     counted: list[torch.Tensor] = []
     for ours, theirs in read:
@@ -251,18 +254,18 @@ def _covers(entry: Entry, known: Entry) -> bool:
             if size is None and number != then:
                 return False
             counted += [] if size is None else [sized(then)]
-    return entry.guard.sizes.failure([*known.lowered.captured.arguments, *counted]) is None
+    return entry.guard.sizes.failure([*known.lowered.captured.given.tensors, *counted]) is None
 
 
 def _proves(known: Entry, dim: DynamicDim, looped: LoopedCall, size: int, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a recording of this size proves that an entry of any length serves it, with eager's result layouts."""
     captured, sizes = known.lowered.captured, known.guard.sizes
-    replay = captured.any_length
+    replay = captured.loop.any_length
     if replay is None or sizes is None or (replay.leaf, replay.dimension) != (dim.leaf, dim.dimension):
         return False
     if size in replay.proven or sizes.broken(tensors) is not None:
         return False
-    outputs = evaluator(list(captured.outputs), captured.extents)(sizes.of(tensors))
+    outputs = evaluator(list(captured.outputs), captured.sizes.scope)(sizes.of(tensors))
     if list(map(_layout, outputs)) != list(map(_layout, looped.observation.outputs)):
         return False
     return replay.prove(looped.form, size)

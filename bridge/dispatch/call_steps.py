@@ -351,12 +351,12 @@ def plan_call(
     numbers = [place.name or f"argument {place.leaf}" for place in guard.numbers] if guard is not None else []
     strided = [
         name
-        for name, fake in zip(inputs[len(captured.module_tensors) :], captured.arguments, strict=False)
+        for name, fake in zip(inputs[len(captured.module_tensors) :], captured.given.tensors, strict=False)
         if not fake.is_contiguous()
     ]
     found: list[CallStep] = [Inputs(inputs, tuple(numbers), tuple(strided))]
-    if captured.recomputed:
-        found.append(ReadNumbers(captured.recomputed))
+    if captured.numbers.expressions:
+        found.append(ReadNumbers(captured.numbers.expressions))
     can_fail = bool(imported.checks) or imported.leaves_state or forward.can_fail
     if observed.draws:
         used = imported.input_draws + imported.dropout_draws
@@ -384,14 +384,14 @@ def plan_call(
     spec = captured.observation.out_spec
     found.append(Results(observed.outputs, imported.output_of, spec, inputs))
     if guard is not None and guard.tree.sets_attributes:
-        found.append(SetAttributes(captured.counters, tuple(each.name for each in captured.kept)))
+        found.append(SetAttributes(captured.state.counters, tuple(each.name for each in captured.state.kept)))
     return tuple(found)
 
 
 def input_names(lowered: LoweredCall) -> tuple[str, ...]:
     """The user's names of module tensors and argument tensors."""
     captured = lowered.captured
-    return tuple(map(captured.input_name, range(len(captured.module_tensors) + len(captured.arguments))))
+    return tuple(map(captured.input_name, range(len(captured.module_tensors) + len(captured.given.tensors))))
 
 
 def _result_names(lowered: LoweredCall) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def tuning_key(lowered: LoweredCall, backend: Backend, frozen: bool) -> str | No
 
     ``frozen``: whether the module's tensors are constants.
     """
-    if lowered.captured.extents is not None:
+    if lowered.captured.sizes.scope is not None:
         return None
     try:
         functions = [_digest(lowered.forward_source)]
@@ -285,7 +285,7 @@ def _compile_entry(
             else:
                 known, changed = numbers
                 found = lower_with_numbers(call, options.partition, changed, known.lowered, known.guard.numbers)
-                if found is None or found[0].captured.readings:  # forward may branch on the value of a scalar
+                if found is None or found[0].captured.numbers.guards:  # forward may branch on the value of a scalar
                     before.restore()
                     return None
                 lowered, places = found

@@ -18,7 +18,7 @@ from torch import fx
 from bridge.base.errors import CompilationError, swallowed
 from bridge.base.log import channel
 from bridge.base.torch_internals import VF, pytree
-from bridge.capture import Captured, NumberPlace, device_of_call, number_tensor, with_dynamic_scalars
+from bridge.capture import Captured, CapturedArguments, NumberPlace, device_of_call, number_tensor, with_dynamic_scalars
 from bridge.lowering import LoweredCall, lower_once
 from bridge.state import SampleCall, same
 
@@ -55,7 +55,7 @@ def lower_with_numbers(
         swallowed(error)
         log.info("%s: %s cannot be inputs: %s", call.name, _names(changed), error)
         return None
-    if (lowered.captured.extents is None) != (like.captured.extents is None):
+    if (lowered.captured.sizes.scope is None) != (like.captured.sizes.scope is None):
         log.info("%s: %s cannot be inputs beside sizes that vary", call.name, _names(changed))
         return None
     device = lowered.captured.device
@@ -77,15 +77,10 @@ def as_called(captured: Captured, call: SampleCall, count: int) -> Captured:
     call = call.as_pytree()
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-    return replace(
-        captured,
-        arguments=captured.arguments[count:],
-        argument_shapes=captured.argument_shapes[count:],
-        argument_strides=captured.argument_strides[count:],
-        argument_leaves=tuple(None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)),
-        argument_is_tensor=tuple(is_tensor),
-        in_spec=spec,
-    )
+    plain = tuple(None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True))
+    given = CapturedArguments(captured.given.tensors[count:], plain, tuple(is_tensor), spec)
+    sizes = captured.sizes._replace(shapes=captured.sizes.shapes[count:], strides=captured.sizes.strides[count:])
+    return replace(captured, given=given, sizes=sizes)
 
 
 def _names(numbers: Mapping[NumberPlace, Any]) -> list[str]:
@@ -96,8 +91,8 @@ def _computed(captured: Captured, inputs: Mapping[int, torch.Tensor]) -> dict[fx
     """The values of nodes that depend on scalar inputs alone."""
     found: dict[fx.Node, torch.Tensor] = {}
     for node in captured.graph.nodes:
-        if node.op == "placeholder" and captured.placeholders.get(node.name) in inputs:
-            found[node] = inputs[captured.placeholders[node.name]]
+        if node.op == "placeholder" and captured.names.placeholders.get(node.name) in inputs:
+            found[node] = inputs[captured.names.placeholders[node.name]]
         elif node.op == "call_function" and node.all_input_nodes and found.keys() >= set(node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
             found[node] = node.target(*args, **kwargs)
@@ -151,10 +146,10 @@ class _Comparison:
 
     def _same_input(self, then: fx.Node, now: fx.Node) -> bool:
         constant, inputs = self._captured
-        if then.name in constant.literals and now.name in inputs.literals:
-            first, second = constant.literals[then.name], inputs.literals[now.name]
+        if then.name in constant.names.literals and now.name in inputs.names.literals:
+            first, second = constant.names.literals[then.name], inputs.names.literals[now.name]
             return first.dtype == second.dtype and VF.equal(first, second)
-        first, second = constant.placeholders.get(then.name), inputs.placeholders.get(now.name)
+        first, second = constant.names.placeholders.get(then.name), inputs.names.placeholders.get(now.name)
         if first is None or second is None:
             return False
         return second == first + (self._more if first >= self._owned else 0)

@@ -121,7 +121,7 @@ def saved_apart(captured: Captured) -> tuple[set[int], set[int]]:
     """
     observation, owned = captured.observation, captured.module_tensors
     parameters = {index for index, each in enumerate(owned) if each.kind == "parameter"}
-    count = len(owned) + len(captured.arguments)
+    count = len(owned) + len(captured.given.tensors)
     as_eagers = observation.saved | observation.saved_views | observation.checkpointed.keys() | parameters
     return set(range(count)) - as_eagers, set(range(count)) - observation.saved - observation.checkpointed.keys()
 
@@ -142,7 +142,7 @@ class EagerBackward:
     def __init__(self, lowered: LoweredCall, masks: RecomputedMasks):
         self._lowered, self._captured, self._masks = lowered, lowered.captured, masks.forward
         captured, imported = lowered.captured, lowered.imported
-        self._given = len(captured.module_tensors) + len(captured.arguments)
+        self._given = len(captured.module_tensors) + len(captured.given.tensors)
         self._draws = (*imported.input_draws, *imported.dropout_draws)
         self.needed = lowered.gradient_inputs
         self.saved = tuple(lowered.plan.saved_primals)
@@ -151,14 +151,14 @@ class EagerBackward:
         node_of = dict(zip(lowered.imported.output_of, captured.results, strict=True))
         read = needed_nodes(captured, [node_of[output] for output in lowered.differentiable])
         names = {node.args[1] if node.target is OVERWRITTEN else node.name for node in read}
-        places = {captured.placeholders.get(name) for name in names}  # none of a batch norm's statistics
+        places = {captured.names.placeholders.get(name) for name in names}  # none of a batch norm's statistics
         self._overwritten = sorted(captured.observation.overwritten & places)
         self.held = (*dict.fromkeys([*held, *self._overwritten]), *self._overwritten)
 
     def at(self, sizes: Sizes) -> EagerBackward:
         """The backward for given sizes of the symbolic extents."""
         captured = self._captured
-        draws = evaluator(list(captured.draws), captured.extents)(sizes)
+        draws = evaluator(list(captured.draws), captured.sizes.scope)(sizes)
         found = copy(self)
         found._captured = replace(captured, observation=replace(captured.observation, draws=draws))
         return found

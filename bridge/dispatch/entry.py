@@ -80,7 +80,7 @@ class BoundCalls:
         self._sizes = sizes
         _ = sizes.guards  # compiled now
         self._samples = {symbol.name: size for symbol, size in sizes.scope.samples.items()}
-        self._counted = numbers_read(captured.recomputed, captured.device) if captured.counted else None
+        self._counted = numbers_read(captured.numbers.expressions, captured.device) if captured.sizes.counted else None
         self._symbolic = Observed(tuple(captured.draws), tuple(captured.outputs))
         self._observed = evaluator(self._symbolic, sizes.scope)
         self._kept = LeastRecentlyUsed[tuple, CallRun](MAX_BOUND, MAX_BOUND_BYTES)
@@ -256,7 +256,7 @@ class Entry:
     @property
     def readings(self) -> tuple[ScalarGuard, ...]:
         """Scalar guards: the numbers that forward read in Python. The entry serves calls that read the same."""
-        return self.lowered.captured.readings
+        return self.lowered.captured.numbers.guards
 
     @property
     def plan(self) -> Any:
@@ -265,8 +265,8 @@ class Entry:
 
     def __repr__(self) -> str:
         captured = self.lowered.captured
-        dims = captured.argument_shapes or [tensor.shape for tensor in captured.arguments]
-        given = zip(captured.arguments[: len(dims) - captured.counted], dims, strict=False)
+        dims = captured.sizes.shapes or [tensor.shape for tensor in captured.given.tensors]
+        given = zip(captured.given.tensors[: len(dims) - captured.sizes.counted], dims, strict=False)
         shapes = ", ".join(
             f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]" for tensor, shape in given
         )
@@ -317,6 +317,6 @@ class Entry:
 
 def _bound_calls(lowered: LoweredCall, programs: Programs, guard: EntryGuard | None) -> BoundCalls | None:
     captured = lowered.captured
-    names = [f"input {place}" for place in range(len(captured.arguments) - captured.counted)]
+    names = [f"input {place}" for place in range(len(captured.given.tensors) - captured.sizes.counted)]
     sizes = guard.sizes if guard is not None else argument_sizes(captured, names)
     return None if sizes is None else BoundCalls(lowered, programs, guard, sizes)

@@ -125,11 +125,17 @@ def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | Non
     set attributes, tensors with hooks, and calls inside a checkpoint, which counts saved tensors.
     """
     captured, module = entry.lowered.captured, call.module
-    if captured.extents is not None:  # the sample's size is one of many
+    if captured.sizes.scope is not None:  # the sample's size is one of many
         return None
     if captured.device != HOST:  # a launch returns before its kernel has run
         return None
-    if not _is_small(entry) or captured.mutated or captured.kept or has_global_hooks() or has_saved_tensors_hooks():
+    if (
+        not _is_small(entry)
+        or captured.mutated
+        or captured.state.kept
+        or has_global_hooks()
+        or has_saved_tensors_hooks()
+    ):
         return None
     if any(vars(child).get(COMPILED_CALL) is not None for child in module.modules() if child is not module):
         return None  # eager would run dispatched submodules and count their hits

@@ -162,7 +162,7 @@ def compile_programs(
         make.finish()
         eager = EagerBackward(lowered, masks)
         made = Programs(forward, num_outputs, lowered.differentiable, make, lowered.expected, make.nodes, masks, eager)
-    if lowered.captured.extents is None:
+    if lowered.captured.sizes.scope is None:
         _ = forward.run
         if made.backward is not None:
             made.backward.wait()
@@ -197,7 +197,7 @@ class _Backwards:
             known = self._made.setdefault(outputs, [])
             found = next((run for broken, run in known if broken(sizes) is None), None)
             if found is None:
-                scope = self._lowered.captured.extents
+                scope = self._lowered.captured.sizes.scope
                 with interrupts_deferred(), nullcontext() if scope is None else scope.assuming(sizes) as guards:
                     found = self._run(outputs, self._begun(outputs))
                 known.append((_always if scope is None else scope.broken(guards), found))

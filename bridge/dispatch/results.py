@@ -96,7 +96,7 @@ def memory_orders(captured: Captured, positions: Sequence[int | None]) -> tuple[
         positions: as for :func:`assembly`.
     """
     found = {}
-    if captured.extents is not None:
+    if captured.sizes.scope is not None:
         return ()
     for observed, position in zip(captured.outputs, positions, strict=True):
         stride = None if position is None or observed.dtype.is_complex else _other_order(observed)
@@ -160,7 +160,7 @@ def complex_places(
     Args:
         outputs, positions: as for :func:`assembly`.
     """
-    given = [*captured.module_tensors, *captured.arguments]
+    given = [*captured.module_tensors, *captured.given.tensors]
     pairs = zip(outputs, positions, strict=True)
     computed = [place for output, place in pairs if place is not None and output.is_tensor and output.dtype.is_complex]
     return [place for place, each in enumerate(given) if each.dtype.is_complex], computed
@@ -172,7 +172,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 def forward_orders(lowered: LoweredCall) -> dict[str, Any]:
     """The layouts of a forward, as fields of :class:`bridge.compile.CompileOptions`."""
     captured = lowered.captured
-    given = _orders(captured, range(len(captured.module_tensors) + len(captured.arguments)))
+    given = _orders(captured, range(len(captured.module_tensors) + len(captured.given.tensors)))
     return {"orders": memory_orders(captured, lowered.imported.output_of), "given_orders": given}
 
 
@@ -191,10 +191,10 @@ def _orders(captured: Captured, primals: Sequence[int]) -> tuple[tuple[int, tupl
     Args:
         primals: index of each one's primal: the module's tensors, the arguments, then draws.
     """
-    if captured.extents is not None:
+    if captured.sizes.scope is not None:
         return ()
     tensors = [(each.shape, each.stride, each.dtype) for each in captured.module_tensors]
-    tensors += [(each.shape, each.stride(), each.dtype) for each in captured.arguments]
+    tensors += [(each.shape, each.stride(), each.dtype) for each in captured.given.tensors]
     found = []
     for place, index in enumerate(primals):
         shape, stride, dtype = tensors[index] if index < len(tensors) else ((), (), torch.bool)
@@ -208,5 +208,5 @@ def _orders(captured: Captured, primals: Sequence[int]) -> tuple[tuple[int, tupl
 def host_inputs(captured: Captured) -> list[int]:
     """Places of a GPU call's inputs that may be on the host."""
     first = len(captured.module_tensors)
-    places = [first + index for index, each in enumerate(captured.arguments) if may_be_on_host(each)]
+    places = [first + index for index, each in enumerate(captured.given.tensors) if may_be_on_host(each)]
     return places if captured.device != HOST else []

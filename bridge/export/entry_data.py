@@ -28,7 +28,16 @@ from bridge.base.modes import autocast_setting
 from bridge.base.pytrees import ObjectNode, WithWholes
 from bridge.base.torch_cuda import SETTINGS, meaning_the_same
 from bridge.base.torch_internals import pytree
-from bridge.capture import Captured, Draw, DropoutOperand, Observation, Output, Parameter
+from bridge.capture import (
+    Captured,
+    CapturedArguments,
+    CapturedNames,
+    Draw,
+    DropoutOperand,
+    Observation,
+    Output,
+    Parameter,
+)
 from bridge.compile import DrawnMask
 from bridge.dispatch import STEPS, Backward, CallStep, Entry, MakeDraws, Save
 from bridge.rng import checked_gpu, computed_mask
@@ -184,9 +193,9 @@ def data_of(entry: Entry, module: nn.Module) -> dict[str, Any]:
     captured, guard = entry.lowered.captured, entry.guard
     name = captured.module_name
     _refuse(entry, module)
-    leaves = zip(captured.argument_leaves, captured.argument_is_tensor, strict=True)
+    leaves = zip(captured.given.leaves, captured.given.is_tensor, strict=True)
     parts = {
-        "the structure of its arguments": captured.in_spec,
+        "the structure of its arguments": captured.given.spec,
         "an argument that is no tensor": tuple(None if is_tensor else leaf for leaf, is_tensor in leaves),
         "its result": tuple(_saved_step(step) for step in entry.steps if not isinstance(step, Backward)),
     }
@@ -199,12 +208,12 @@ def data_of(entry: Entry, module: nn.Module) -> dict[str, Any]:
     structure, constants, steps = parts.values()
     arguments = tuple(
         {"shape": each.shape, "stride": each.stride(), "dtype": each.dtype, "requires_grad": each.requires_grad}
-        for each in captured.arguments
+        for each in captured.given.tensors
     )
     return {
         "structure": structure,
         "leaves": constants,
-        "is_tensor": tuple(captured.argument_is_tensor),
+        "is_tensor": tuple(captured.given.is_tensor),
         "arguments": arguments,
         "tensors": tuple(spec.name for spec in captured.module_tensors),
         "training": guard.tree.training,
@@ -236,12 +245,16 @@ def _refuse(entry: Entry, module: nn.Module) -> None:
     where = f"{name}.forward"
     modes = guard.modes.expected
     anew = "call remove_tvm_dispatch, and add the dispatch to the module as it is now"
-    is_elsewhere = any(each.device != captured.device for each in captured.arguments)
+    is_elsewhere = any(each.device != captured.device for each in captured.given.tensors)
     problems = [
         (f"an entry for the module as it was ({stale})", stale is not None, anew),
-        ("sizes that vary", captured.extents is not None, "add the dispatch for the sizes that are to be saved"),
+        ("sizes that vary", captured.sizes.scope is not None, "add the dispatch for the sizes that are to be saved"),
         (f"numbers that are inputs ({guard.numbers})", bool(guard.numbers), _HINT),
-        (f"attributes that a call sets ({captured.counters or captured.kept})", guard.tree.sets_attributes, _HINT),
+        (
+            f"attributes that a call sets ({captured.state.counters or captured.state.kept})",
+            guard.tree.sets_attributes,
+            _HINT,
+        ),
         ("deterministic algorithms", modes["deterministic algorithms"], "switch them off before the dispatch is added"),
         ("arguments on the host beside a GPU's", is_elsewhere, _HINT),
         ("a default device", guard.has_default_device, "add the dispatch without it"),
@@ -300,17 +313,12 @@ def saved_call(
     captured = Captured(
         module_name=name,
         graph=graph,
-        placeholders={},
+        names=CapturedNames({}, {}, {}),
         module_tensors=tensors,
-        arguments=tuple(arguments),
-        argument_leaves=data["leaves"],
-        argument_is_tensor=data["is_tensor"],
-        in_spec=data["structure"],
+        given=CapturedArguments(tuple(arguments), data["leaves"], data["is_tensor"], data["structure"]),
         results=(),
         mutated=tuple((index, graph.placeholder(f"buffer_{index}")) for index in data["written"]),
         observation=observation,
-        draw_of={},
-        literals={},
         device=device,
     )
     return SavedCall(captured, data["wanted"], data["differentiable"]), arguments, steps

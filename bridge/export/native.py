@@ -241,7 +241,7 @@ def save_native(module: nn.Module, entries: Sequence[Entry], path: Path) -> dict
             problems.append(Unsupported("a loaded call", where, "has no native form", "save it from its source"))
             continue
         imported = entry.lowered.imported
-        if captured.draws or captured.mutated or imported.checks or captured.recomputed:
+        if captured.draws or captured.mutated or imported.checks or captured.numbers.expressions:
             what, hint = "checks", _NO_NUMBERS
             if captured.draws or captured.mutated:
                 what, hint = "random draws" if captured.draws else "new values of buffers", _EVALUATION

@@ -96,7 +96,11 @@ def _tree(module: nn.Module, tensors: Sequence[ModuleTensor]) -> dict[str, Any]:
 
 def _has_complex(captured: Captured) -> bool:
     """Whether a call has complex inputs or results, for which its programs have real pairs."""
-    tensors = (*captured.module_tensors, *captured.arguments, *(each for each in captured.outputs if each.is_tensor))
+    tensors = (
+        *captured.module_tensors,
+        *captured.given.tensors,
+        *(each for each in captured.outputs if each.is_tensor),
+    )
     return any(each.dtype.is_complex for each in tensors)
 
 

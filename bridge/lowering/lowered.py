@@ -132,9 +132,9 @@ class LoweredCall:
         captured, imported = self.captured, self.imported
         node_of = {place: node for node, place in zip(captured.results, imported.output_of, strict=True)}
         nodes = needed_nodes(captured, [node_of[output] for output in self.differentiable])
-        found = {captured.placeholders[node.name] for node in nodes if node.name in captured.placeholders}
-        drawn = {captured.draw_of[node.name] for node in nodes if node.name in captured.draw_of}
-        given = len(captured.module_tensors) + len(captured.arguments)
+        found = {captured.names.placeholders[node.name] for node in nodes if node.name in captured.names.placeholders}
+        drawn = {captured.names.draws[node.name] for node in nodes if node.name in captured.names.draws}
+        given = len(captured.module_tensors) + len(captured.given.tensors)
         draws = (*imported.input_draws, *imported.dropout_draws)
         found.update(place for place, index in enumerate(draws, given) if index in drawn)
         return tuple(sorted({*found, *self.wanted}))

@@ -154,7 +154,7 @@ def lower_captured(
 def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: float) -> LoweredCall:
     watch = Stopwatch()
     imported = import_graph(captured)
-    requires_grad = [tensor.requires_grad for tensor in (*captured.module_tensors, *captured.arguments)]
+    requires_grad = [tensor.requires_grad for tensor in (*captured.module_tensors, *captured.given.tensors)]
     differentiable = _differentiable(captured, imported) if grad else ()
     lowered = LoweredCall(captured, imported, (), differentiable)
     seconds = watch.seconds
@@ -167,7 +167,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     wanted = [index for index, needs in enumerate(requires_grad) if needs] if differentiable else []
     if not differentiable:
         autodiff.drop_gradients(body)
-    rolls = captured.extents is None and not captured.observation.overwritten  # each step reads its own content
+    rolls = captured.sizes.scope is None and not captured.observation.overwritten  # each step reads its own content
     given = wanted, partition, captured.device != HOST, rolls
     lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, *given, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)

@@ -39,6 +39,7 @@ from bridge.capture import (
     OWN,
     PART_OF,
     Captured,
+    CapturedNames,
     Draw,
     Observation,
     OperatorCall,
@@ -158,7 +159,7 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
     ``NoFormError`` or ``ValueError`` if an object in it has no serialized form.
     """
     captured, imported = lowered.captured, lowered.imported
-    if any(literal.is_complex() for literal in captured.literals.values()):
+    if any(literal.is_complex() for literal in captured.names.literals.values()):
         raise NoFormError("a complex literal")
     places = {name: place for place, name in enumerate(node.name for node in captured.graph.nodes)}
     functions = [imported.function, *(stage.function for stage in lowered.stages[1:])]
@@ -167,14 +168,14 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
     text = canonical_text(functions)
     call = {
         "content": key_of(text),
-        "loops": captured.loops,
-        "placeholders": captured.placeholders,
+        "loops": captured.loop.is_recorded,
+        "placeholders": captured.names.placeholders,
         "results": tuple(None if node is None else places[node.name] for node in captured.results),
         "mutated": tuple((index, places[node.name]) for index, node in captured.mutated),
         "read": tuple(None if node is None else places[node.name] for node in captured.read),
-        "recomputed": captured.recomputed,
-        "by_draws": captured.by_draws,
-        "draw_of": captured.draw_of,
+        "recomputed": captured.numbers.expressions,
+        "by_draws": captured.numbers.by_draws,
+        "draw_of": captured.names.draws,
         "draws": tuple(map(_draw, captured.draws)),
         "strides": tuple(output.stride if output.is_tensor else None for output in captured.outputs),
         "reads_validation": captured.observation.reads_validation,
@@ -188,7 +189,7 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
         "capture_names": lowered.capture_names,
         "plan": lowered.plan,
         "stages": tuple((stage.name, stage.made_by, stage.before) for stage in lowered.stages),
-        "literals": captured.literals,
+        "literals": captured.names.literals,
     }
     return to_parts(call) | {
         "graph": zlib.compress(record_of(captured.graph).encode(), 1),
@@ -285,15 +286,14 @@ class KeptLowering(LoweredCall):
         ]
         draws = [_as_drawn(draw, told) for draw, told in zip(seen.draws, call["draws"], strict=True)]
         observation = replace(seen, draws=draws, outputs=outputs, reads_validation=call["reads_validation"])
+        literals = {name: tensor.to(given["device"]) for name, tensor in call["literals"].items()}
         self.captured = _without_init(
             _LateCaptured,
-            **{**given, "observation": observation},
-            **{name: call[name] for name in ("placeholders", "draw_of")},
-            literals={name: tensor.to(given["device"]) for name, tensor in call["literals"].items()},
-            lines={},
-            loops=call["loops"],
-            recomputed=call["recomputed"],
-            by_draws=call["by_draws"],
+            **{name: each for name, each in given.items() if name not in ("observation", "numbers", "loop")},
+            observation=observation,
+            names=CapturedNames(call["placeholders"], call["draw_of"], literals),
+            numbers=given["numbers"]._replace(expressions=call["recomputed"], by_draws=call["by_draws"]),
+            loop=given["loop"]._replace(is_recorded=call["loops"]),
             _record=parts["graph"],
             _call=call,
         )

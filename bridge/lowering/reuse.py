@@ -390,7 +390,7 @@ def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = Non
 
 def _decided(captured: Captured, steady: bool) -> Captured:
     """The captured call; with ``steady``, a refusal if random draws decide its branches anew each time."""
-    if steady and captured.by_draws:
+    if steady and captured.numbers.by_draws:
         raise UnsupportedModule(captured.module_name, captured.decisions)
     return captured
 

@@ -263,10 +263,10 @@ def _named(captured: Captured, imported: Imported) -> tuple[dict[str, Origin], d
         if node.op == "call_function":
             add(node.name, node, position)
         reader = next((user for user in node.users if user.op == "call_function"), None)
-        if node.op == "placeholder" and reader is not None and node.name in captured.placeholders:
-            index = captured.placeholders[node.name]
+        if node.op == "placeholder" and reader is not None and node.name in captured.names.placeholders:
+            index = captured.names.placeholders[node.name]
             add(names[index] if index < len(names) else node.name, reader, position_of[reader])
-    drawn = {index: name for name, index in captured.draw_of.items()}
+    drawn = {index: name for name, index in captured.names.draws.items()}
     nodes = {node.name: node for node in position_of}
     inputs = {f"mask_{k}": draw for k, draw in enumerate(imported.dropout_draws)}
     inputs.update((f"draw_{draw}", draw) for draw in imported.input_draws)

@@ -207,7 +207,7 @@ def _overwrite(captured: Captured, env: Mapping[fx.Node, Any], now: Mapping[int,
     """Copies the present contents of overwritten memory into the values that autograd has saved."""
     for node, value in env.items():
         name = node.args[1] if node.target is OVERWRITTEN else node.name
-        if (memory := now.get(captured.placeholders.get(name))) is not None:
+        if (memory := now.get(captured.names.placeholders.get(name))) is not None:
             value.data.copy_(as_complex(memory) if value.is_complex() else memory)
 
 
@@ -218,7 +218,7 @@ def needed_nodes(captured: Captured, roots: Sequence[fx.Node]) -> list[fx.Node]:
     """
     marked: set[fx.Node] = set()
     if any(draw.is_computed for draw in captured.draws):
-        marked.update(node for node in captured.graph.nodes if node.name in captured.draw_of)
+        marked.update(node for node in captured.graph.nodes if node.name in captured.names.draws)
     marked.update(roots)
     for loop in marked_loops(captured.graph):  # a loop runs as a whole
         marked.update(loop.marks)
@@ -246,7 +246,7 @@ def _run(
 ) -> dict[fx.Node, Any]:
     """The values of nodes. ``functions``: custom autograd Functions whose backward autograd follows; ``cut``: functions
     applied to the values of some nodes."""
-    given = len(captured.module_tensors) + len(captured.arguments)
+    given = len(captured.module_tensors) + len(captured.given.tensors)
     wanted = given + len(imported.input_draws) + len(imported.dropout_draws)
     if len(primals) != wanted:
         raise ValueError(f"wanted {wanted} primals (module tensors, arguments, draws, masks), got {len(primals)}")
@@ -282,13 +282,13 @@ def _results(captured: Captured, imported: Imported) -> list[tuple[fx.Node, int 
 
 
 def _placeholder(captured: Captured, node: fx.Node, primals: Sequence[torch.Tensor]) -> Any:
-    if node.name in captured.placeholders:
-        given = primals[captured.placeholders[node.name]]
-        if captured.placeholders[node.name] in captured.observation.overwritten:
+    if node.name in captured.names.placeholders:
+        given = primals[captured.names.placeholders[node.name]]
+        if captured.names.placeholders[node.name] in captured.observation.overwritten:
             given = given.clone()  # autograd saves the copy, which ``_overwrite`` updates
         return as_complex(given) if node.meta["val"].dtype.is_complex else given
-    if node.name in captured.literals:
-        return captured.literals[node.name].detach().clone()
+    if node.name in captured.names.literals:
+        return captured.names.literals[node.name].detach().clone()
     return node.meta.get("val")
 
 
@@ -332,8 +332,8 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         first = states if cell == "lstm" else states[0]
         # without dropout, training only makes cuDNN keep the tensors for a backward
         return layered(x, first, weights, biases, layers, 0.0, True, both_ways, batch_first)
-    if node.name in captured.draw_of:
-        index = captured.draw_of[node.name]
+    if node.name in captured.names.draws:
+        index = captured.names.draws[node.name]
         count = len([arg for arg in captured.draws[index].args if isinstance(arg, Parameter)])
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)] if count else []
         if node.target in SLOPE_DRAWS:  # a tensor to be filled follows the parameter; elsewhere it precedes it

@@ -38,7 +38,7 @@ def kept_bytes(lowered: LoweredCall, plan: Plan | None = None, computed: Collect
     ``plan``: by default the lowered call's. ``computed``: places of recomputed dropout masks, whose generator state is
     kept instead.
     """
-    given = len(lowered.captured.module_tensors) + len(lowered.captured.arguments)
+    given = len(lowered.captured.module_tensors) + len(lowered.captured.given.tensors)
     plan = plan or lowered.plan
     primals = zip(plan.saved_primals, plan.free, strict=False)  # free lists the primals first, then the outputs
     return plan.bytes + sum(

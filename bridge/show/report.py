@@ -367,16 +367,16 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
 def _guards(lowered: LoweredCall, module: nn.Module) -> tuple[str, ...]:
     """The conditions of :class:`bridge.dispatch.guards.EntryGuard`, in words."""
     captured = lowered.captured
-    names = {index: name for name, index in captured.placeholders.items()}
+    names = {index: name for name, index in captured.names.placeholders.items()}
     first = len(captured.module_tensors)
     found = []
-    shapes = captured.argument_shapes or [tensor.shape for tensor in captured.arguments]
-    strides = captured.argument_strides or [tensor.stride() for tensor in captured.arguments]
-    for position, (tensor, shape, stride) in enumerate(zip(captured.arguments, shapes, strides, strict=True)):
+    shapes = captured.sizes.shapes or [tensor.shape for tensor in captured.given.tensors]
+    strides = captured.sizes.strides or [tensor.stride() for tensor in captured.given.tensors]
+    for position, (tensor, shape, stride) in enumerate(zip(captured.given.tensors, shapes, strides, strict=True)):
         name = names.get(first + position, f"argument {position}")
         kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(shape)}, strides {tuple(stride)}"
         found.append(f"{name}: {kind}{', requires grad' if tensor.requires_grad else ''}")
-    leaves = zip(captured.argument_leaves, captured.argument_is_tensor, strict=True)
+    leaves = zip(captured.given.leaves, captured.given.is_tensor, strict=True)
     constants = [leaf for leaf, is_tensor in leaves if not is_tensor and leaf is not None]
     if constants:
         found.append(f"arguments that are no tensors: {', '.join(map(repr, constants))}")
@@ -391,7 +391,7 @@ def _guards(lowered: LoweredCall, module: nn.Module) -> tuple[str, ...]:
         f"{first} parameters and buffers, {wants} with gradient: shapes, strides, dtypes, requires_grad, which are tied"
     )
     found.append(f"{gradients}; autocast, default dtype, deterministic algorithms and torch modes as at capture")
-    found += [f"{each.field}: {each.words}" for each in captured.recomputed]
+    found += [f"{each.field}: {each.words}" for each in captured.numbers.expressions]
     found += [": ".join(check).partition(", called with")[0] for check in lowered.imported.checks]
     return tuple(found)
 

@@ -49,7 +49,7 @@ def differentiated(module: nn.Module, sample: Any, dynamic_shapes: Any) -> Lower
     call.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
     call.run("forward", "autodiff.clean, unique_names", body, cleaned_and_named, not call.differentiable)
     if call.differentiable:
-        tensors = enumerate((*captured.module_tensors, *captured.arguments))
+        tensors = enumerate((*captured.module_tensors, *captured.given.tensors))
         call.wanted = tuple(index for index, tensor in tensors if tensor.requires_grad)
         call.wanted = call.gradients_for(call.differentiable)
         call.run("joint", "autodiff.differentiate", body, autodiff.differentiate, call.differentiable, call.wanted)
@@ -61,7 +61,7 @@ def sizes_of(captured: Captured, args: tuple, kwargs: dict[str, Any]) -> dict[st
     """The values of the scope's symbols in a call."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     found: dict[str, int] = {}
-    for shape, tensor in zip(captured.argument_shapes, tensors, strict=True):
+    for shape, tensor in zip(captured.sizes.shapes, tensors, strict=True):
         for extent, size in zip(shape, tensor.shape, strict=True):
             if isinstance(extent, Extent) and extent.linear is not None:
                 symbol, factor, offset = extent.linear
@@ -72,7 +72,7 @@ def sizes_of(captured: Captured, args: tuple, kwargs: dict[str, Any]) -> dict[st
 def at_sizes(lowered: LoweredCall, args: tuple, kwargs: dict[str, Any]) -> LoweredCall:
     """The lowered call for the sizes of another call: static, as if it had been lowered for these sizes."""
     captured = lowered.captured
-    scope, sizes = captured.extents, sizes_of(captured, args, kwargs)
+    scope, sizes = captured.sizes.scope, sizes_of(captured, args, kwargs)
     assert scope.broken()(sizes) is None, (scope.broken()(sizes), sizes)
 
     def number(value: Any) -> Any:
@@ -83,10 +83,14 @@ def at_sizes(lowered: LoweredCall, args: tuple, kwargs: dict[str, Any]) -> Lower
         return type(value)(map(number, value)) if type(value) in (tuple, list) else value
 
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    for tensor, shape, stride in zip(tensors, captured.argument_shapes, captured.argument_strides, strict=True):
+    for tensor, shape, stride in zip(tensors, captured.sizes.shapes, captured.sizes.strides, strict=True):
         assert (tuple(tensor.shape), tensor.stride()) == (number(shape), number(stride))
     kinds = {kind: [number(each) for each in getattr(captured.observation, kind)] for kind in ("draws", "outputs")}
-    static = replace(captured, observation=replace(captured.observation, **kinds), arguments=tuple(tensors))
+    static = replace(
+        captured,
+        observation=replace(captured.observation, **kinds),
+        given=captured.given._replace(tensors=tuple(tensors)),
+    )
     made = replace(lowered, captured=static, stages=[], sample=replace(lowered.sample, args=args, kwargs=kwargs))
     for stage in lowered.stages:
         if stage.name == "captured":

@@ -68,7 +68,7 @@ def test_dropout_in_the_step(monkeypatch, dtype, width):
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 1)
     module = check_module(lambda: Dropping(width), lambda: torch.randn(3, 9, width, requires_grad=True), dtype=dtype)
     (entry,) = stats(module).entries
-    assert entry.lowered.captured.loops and len(entry.lowered.captured.draws) == 1
+    assert entry.lowered.captured.loop.is_recorded and len(entry.lowered.captured.draws) == 1
 
 
 LAYERS = {kind.__name__: kind for kind in (nn.LSTM, nn.GRU, nn.RNN)}

@@ -104,9 +104,9 @@ class ArgumentGuard:
         numbers: Mapping[int, type] = MappingProxyType({}),
         kin: Sequence[Any] = (),
     ):
-        self._structure = _Structure(captured.in_spec, forward, kin)
-        self.paths = leaf_names(captured.in_spec)
-        leaves = list(zip(captured.argument_leaves, captured.argument_is_tensor, strict=True))
+        self._structure = _Structure(captured.given.spec, forward, kin)
+        self.paths = leaf_names(captured.given.spec)
+        leaves = list(zip(captured.given.leaves, captured.given.is_tensor, strict=True))
         self.tensor_leaves = [i for i, (_, is_tensor) in enumerate(leaves) if is_tensor]
         self._constant_leaves = [i for i, (_, is_tensor) in enumerate(leaves) if not is_tensor]
         self._constants = Condition(
@@ -117,11 +117,11 @@ class ArgumentGuard:
             same=same_or_any_number if numbers else same,
         )
         names = [self.paths[i] for i in self.tensor_leaves]
-        shapes = captured.argument_shapes[: len(captured.argument_shapes) - captured.counted]
+        shapes = captured.sizes.shapes[: len(captured.sizes.shapes) - captured.sizes.counted]
         self._shapes = shapes or tuple(tuple(tensor.shape) for tensor in tensors)
         #: Reads the sizes of the argument tensors; ``None``: static shapes.
         self.sizes = argument_sizes(captured, names)
-        self._given = argument_sizes(captured, names, counted=False) if captured.counted else self.sizes
+        self._given = argument_sizes(captured, names, counted=False) if captured.sizes.counted else self.sizes
         self._tensors = (TensorGuard if self.sizes is None else partial(SizedTensorGuard, sizes=self._given))(
             tensors,
             kinds=[(torch.Tensor, nn.Parameter)] * len(tensors),

@@ -106,7 +106,7 @@ class ModuleGuard:
     def __init__(
         self, root: nn.Module, captured: Captured, *, saves: bool, numbers: Mapping[tuple[str, str], type], reads: Reads
     ):
-        tensors, kept = captured.module_tensors, captured.kept
+        tensors, kept = captured.module_tensors, captured.state.kept
         named = list(root.named_modules(remove_duplicate=False))
         paths: dict[int, str] = {}  # by id, since a class may override ``__eq__`` and ``__hash__``
         for path, module in named:
@@ -134,7 +134,7 @@ class ModuleGuard:
         self.reads = ReadGuard(reads, modules, but)
         self._number_places = list(kinds)
         self._kept = [(None if each.path is None else index[each.path], each) for each in kept]
-        self._counters = [(index[each.path], each.name, each.step) for each in captured.counters]
+        self._counters = [(index[each.path], each.name, each.step) for each in captured.state.counters]
         kinds.update(((i, name), AnyNumber(int, counts=True)) for i, name, _ in self._counters)
         self._conditions = TreeConditions(
             tree, list(paths.values()), attributes, names, tensors, index, kinds, found.ties
@@ -143,7 +143,7 @@ class ModuleGuard:
         self._attribute_places = self._conditions.attribute_places
         self._references = self._conditions.references
         self._tensors = _tensor_guard(self._conditions.find_tensors(tree), tensors, saves)
-        self.sets_attributes = bool(captured.counters or kept)
+        self.sets_attributes = bool(captured.state.counters or kept)
         self.unwritten: _Unwritten | None = None
 
     @property

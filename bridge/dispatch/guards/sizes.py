@@ -200,16 +200,16 @@ def argument_sizes(captured: Captured, names: Sequence[str], *, counted: bool = 
     Raises:
         UnsupportedModule: no argument defines a size.
     """
-    if captured.extents is None:
+    if captured.sizes.scope is None:
         return None
     try:
-        shapes, strides = captured.argument_shapes, captured.argument_strides
-        known, proven = captured.any_length, None
+        shapes, strides = captured.sizes.shapes, captured.sizes.strides
+        known, proven = captured.loop.any_length, None
         if known is not None:
-            proven = sum(captured.argument_is_tensor[: known.leaf]), known.dimension, known.proven
-        names = [*names, *(f"count_{place}" for place in range(captured.counted))]
-        known = None if counted else len(shapes) - captured.counted
-        return ArgumentSizes(captured.extents, shapes, strides, names, captured.lines, proven, known)
+            proven = sum(captured.given.is_tensor[: known.leaf]), known.dimension, known.proven
+        names = [*names, *(f"count_{place}" for place in range(captured.sizes.counted))]
+        known = None if counted else len(shapes) - captured.sizes.counted
+        return ArgumentSizes(captured.sizes.scope, shapes, strides, names, captured.sizes.lines, proven, known)
     except ValueError as error:
         problem = Unsupported("dynamic_shapes", f"{captured.module_name}.forward", str(error))
         raise UnsupportedModule(captured.module_name, [problem], cause=error) from None

@@ -253,7 +253,7 @@ def uncounted_statistics(module: nn.Module, captured: Captured) -> list[int]:
             names = (argument.name for argument in node.target._schema.arguments)
             given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
             nodes = (each for name, each in given.items() if name in _STATISTICS and isinstance(each, fx.Node))
-            found |= {captured.placeholders[each.name] for each in nodes if each.op == "placeholder"}
+            found |= {captured.names.placeholders[each.name] for each in nodes if each.op == "placeholder"}
     tensors = [tensor for layer in module.modules() if _counts(layer) for tensor in layer.buffers(recurse=False)]
     names = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
     owned = {index: names.get(spec.name) for index, spec in enumerate(captured.module_tensors)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -17,7 +16,7 @@ from bridge import cache
 from bridge.artifact import NoFormError, current_store
 from bridge.aten import Imported
 from bridge.base.devices import working_for
-from bridge.capture import Captured, Draw, DropoutOperand, Observation, Output
+from bridge.capture import Captured, Draw, DropoutOperand, Observation, Output, captured
 from bridge.compile import pipeline
 from bridge.lowering import LoweredCall
 from bridge.lowering.record import graph_of, record_of
@@ -158,7 +157,7 @@ def asked(make=Asking):
     same = all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(*found, strict=True))
     (entry,) = bridge.stats(module).entries
     call = entry.lowered.captured
-    told = {"loops": call.loops, "readings": len(call.readings)}
+    told = {"loops": call.loop.is_recorded, "readings": len(call.numbers.guards)}
     return {"captured": len(captured), "same": same, "hits": bridge.stats(module).hits, **told}
 
 
@@ -295,9 +294,14 @@ def test_what_has_no_name_in_another_process_is_no_key():
 def test_records_know_every_field():
     """A new field has to be serialized, or to come from the runs of the call at hand."""
     known = {
-        Captured: "module_name graph placeholders module_tensors arguments argument_leaves argument_is_tensor in_spec "
-        "results mutated observation draw_of literals counters kept readings read recomputed by_draws extents "
-        "argument_shapes argument_strides lines counted device loops recording any_length",
+        Captured: "module_name graph names module_tensors given results mutated observation state numbers read sizes "
+        "device loop",
+        captured.CapturedArguments: "tensors leaves is_tensor spec",
+        captured.CapturedNames: "placeholders draws literals",
+        captured.CapturedNumbers: "guards expressions by_draws",
+        captured.CapturedSizes: "scope shapes strides lines counted",
+        captured.CapturedLoop: "is_recorded recording any_length",
+        captured.CapturedState: "counters kept",
         Imported: "function output_of num_outputs dropout_draws input_draws leaves_state checks",
         LoweredCall: "captured imported wanted differentiable stages partitioned seconds sample content",
         Draw: "op shape stride dtype args kwargs device operand advance steps",
@@ -307,7 +311,7 @@ def test_records_know_every_field():
         Observation: "outputs out_spec draws unsupported differentiates reads_validation objects counted "
         "saved saved_views overwritten checkpointed replaced reads",
     }
-    assert {kind: " ".join(each.name for each in fields(kind)) for kind in known} == known
+    assert {kind: " ".join(kind.__annotations__) for kind in known} == known
 
 
 def test_a_record_made_on_one_gpu_is_read_on_another():

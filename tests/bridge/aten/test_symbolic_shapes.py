@@ -196,7 +196,7 @@ def test_at_sizes_from_one_on(name):
     """An extent of 1 in a result is a separate case, which the guards exclude."""
     function, least = SOME_SIZES[name]
     lowered = imported(Of(function), normal(4, 6), ({0: N, 1: M},))
-    broken = lowered.captured.extents.broken()
+    broken = lowered.captured.sizes.scope.broken()
     assert [m for m in range(2, 9) if broken({"n": 4, "m": m}) is None] == list(range(least, 9))
     assert_as_eager(lowered, normal, [(3, least), (2, 7), (5, 8)])
 

@@ -83,7 +83,7 @@ def test_with_sizes_that_vary(states):
     dims = dynamic_dims(SampleCall(module, (X,), {}), ({0: torch.export.Dim.DYNAMIC},))
     with counted(module) as forwards:
         captured = capture(SampleCall(module, (X,), {}, dims))
-    assert captured.extents is not None
+    assert captured.sizes.scope is not None
     assert forwards.count <= 3
     assert states["taken"] <= 2 and states["put back"] <= 2
 

@@ -23,7 +23,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def guards(lowered) -> list[str]:
-    return [str(guard) for guard in lowered.captured.extents.guards]
+    return [str(guard) for guard in lowered.captured.sizes.scope.guards]
 
 
 def test_mlp():
@@ -63,7 +63,7 @@ def test_attention_with_mask_and_dropout():
     lowered = differentiated(Attention().double(), masked(4, 6), shapes)
     assert_as_eager(lowered, masked, [(4, 6), (2, 2), (3, 11), (7, 5)])
     assert guards(lowered) == []
-    assert sorted(symbol.name for symbol in lowered.captured.extents.samples) == ["batch", "length"]
+    assert sorted(symbol.name for symbol in lowered.captured.sizes.scope.samples) == ["batch", "length"]
 
 
 class Classifier(nn.Module):

@@ -36,9 +36,9 @@ class Places(nn.Module):
 @pytest.mark.parametrize("length", [7, 12])
 def test_a_part_that_is_the_whole_of_the_sample_is_a_part_for_other_sizes(length):
     lowered = differentiated(Places(length), normal(3, 7, 6), ({0: AUTO, 1: AUTO},))
-    assert [symbol.name for symbol in lowered.captured.extents.samples] == ["x_0", "x_1"]
+    assert [symbol.name for symbol in lowered.captured.sizes.scope.samples] == ["x_0", "x_1"]
     assert_as_eager(lowered, lambda *s: normal(*s, 6), [(3, 7), (2, 5), (4, 2)])
-    assert lowered.captured.extents.broken()({"x_0": 3, "x_1": length + 1}) is not None
+    assert lowered.captured.sizes.scope.broken()({"x_0": 3, "x_1": length + 1}) is not None
 
 
 class Writes(nn.Module):
@@ -76,7 +76,7 @@ def test_writes_through_whole_parts():
 )
 def test_operators_whose_kernels_read_sizes_fix_none(module):
     lowered = differentiated(module.double(), normal(3, 4, 17), ({0: AUTO, 2: AUTO},))
-    assert len(lowered.captured.extents.samples) == 2
+    assert len(lowered.captured.sizes.scope.samples) == 2
     assert_as_eager(lowered, lambda n, m: normal(n, 4, m), [(3, 17), (2, 9), (5, 20), (4, 11)])
 
 
@@ -84,7 +84,7 @@ def test_operators_whose_kernels_read_sizes_fix_none(module):
 def test_recurrent_layers_with_dropout_of_any_length(layer):
     module = layer(6, 4, 2, dropout=0.4, bidirectional=True).double()
     lowered = differentiated(module, normal(5, 3, 6), ({0: AUTO, 1: AUTO},))
-    assert len(lowered.captured.extents.samples) == 2
+    assert len(lowered.captured.sizes.scope.samples) == 2
     assert [draw.shape[2] for draw in lowered.captured.draws] == [8]
     assert_as_eager(lowered, lambda *s: normal(*s, 6), [(5, 3), (9, 2), (2, 7)])
 

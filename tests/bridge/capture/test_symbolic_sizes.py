@@ -37,13 +37,13 @@ class Asks(nn.Module):
 def test_what_forward_asks_is_a_guard_with_its_line():
     lowered = imported(Asks(), normal(4, 6), ({0: ROWS, 1: COLUMNS},))
     captured = lowered.captured
-    found = {str(guard): captured.lines[guard] for guard in captured.extents.guards}
+    found = {str(guard): captured.sizes.lines[guard] for guard in captured.sizes.scope.guards}
     assert list(found) == ["512 >= columns", "((rows) % (2)) == 0"]
     assert found["512 >= columns"].endswith("if x.shape[1] > 512:")
     assert found["((rows) % (2)) == 0"].endswith("if x.shape[0] % 2 == 0:")
     assert_as_eager(lowered, normal, [(4, 6), (2, 512)])
     for sizes in ({"rows": 5, "columns": 6}, {"rows": 4, "columns": 513}, {"rows": 0, "columns": 6}):
-        assert captured.extents.broken()(sizes) is not None
+        assert captured.sizes.scope.broken()(sizes) is not None
 
 
 class Loops(nn.Module):
@@ -59,8 +59,8 @@ def test_a_loop_over_a_dimension_that_must_vary_is_refused_with_its_line(dim):
 
 def test_a_loop_makes_a_dimension_static_that_may_be():
     lowered = imported(Loops(), normal(4, 6), ({0: Dim.AUTO, 1: Dim.AUTO},))
-    assert lowered.captured.argument_shapes[0][0] == 4
-    assert [symbol.name for symbol in lowered.captured.extents.samples] == ["x_1"]
+    assert lowered.captured.sizes.shapes[0][0] == 4
+    assert [symbol.name for symbol in lowered.captured.sizes.scope.samples] == ["x_1"]
     assert_as_eager(lowered, lambda n: normal(4, n), [(6,), (2,), (9,)])
 
 
@@ -72,9 +72,9 @@ class Sums(nn.Module):
 def test_dimensions_that_torch_finds_equal_have_one_extent():
     lowered = imported(Sums(), (normal(4, 6), normal(4, 6)), [{0: Dim.AUTO, 1: Dim.AUTO}, {0: Dim.AUTO, 1: Dim.AUTO}])
     captured = lowered.captured
-    assert captured.argument_shapes[0] == captured.argument_shapes[1] and len(captured.extents.samples) == 2
-    assert not captured.extents.guards
-    assert captured.argument_strides == ((captured.argument_shapes[0][1], 1),) * 2
+    assert captured.sizes.shapes[0] == captured.sizes.shapes[1] and len(captured.sizes.scope.samples) == 2
+    assert not captured.sizes.scope.guards
+    assert captured.sizes.strides == ((captured.sizes.shapes[0][1], 1),) * 2
 
 
 class Apart(nn.Module):
@@ -85,9 +85,9 @@ class Apart(nn.Module):
 def test_dimensions_of_one_name_have_one_extent_and_others_have_their_own():
     pair = normal(4, 6), normal(4, 3)
     lowered = imported(Apart(), pair, [{0: ROWS}, {0: ROWS}])
-    assert len(lowered.captured.extents.samples) == 1
+    assert len(lowered.captured.sizes.scope.samples) == 1
     lowered = imported(Apart(), pair, [{0: Dim.AUTO}, {0: Dim.AUTO}])
-    assert [symbol.name for symbol in lowered.captured.extents.samples] == ["x_0", "y_0"]
+    assert [symbol.name for symbol in lowered.captured.sizes.scope.samples] == ["x_0", "y_0"]
     with pytest.raises(
         ValueError, match=r"dynamic_shapes\[1\]\[1\]: wanted the size that rows has at \[0\]\[0\], 4, got 3"
     ):
@@ -102,7 +102,7 @@ class Pads(nn.Module):
 def test_sizes_stay_symbolic_where_torch_finds_them_equal_after_it_has_traced_an_operator():
     """The fake run meets other symbols than the export; torch's C++ kernel of a padding fixes them."""
     lowered = imported(Pads(), (normal(4, 5), normal(4, 5)), [{0: ROWS}, {0: ROWS}])
-    assert len(lowered.captured.extents.samples) == 1 and not lowered.captured.extents.guards
+    assert len(lowered.captured.sizes.scope.samples) == 1 and not lowered.captured.sizes.scope.guards
     assert_as_eager(lowered, lambda n: (normal(n, 5), normal(n, 5)), [(4,), (2,), (7,)])
 
 
@@ -114,10 +114,13 @@ class Losses(nn.Module):
 def test_what_is_equal_as_a_product_is_equal_by_its_factors():
     auto = {0: Dim.AUTO, 1: Dim.AUTO}
     lowered = imported(Losses(), (normal(4, 6), normal(4, 6)), [auto, auto])
-    assert len(lowered.captured.extents.samples) == 2 and not lowered.captured.extents.guards
+    assert len(lowered.captured.sizes.scope.samples) == 2 and not lowered.captured.sizes.scope.guards
     assert_as_eager(lowered, lambda *s: (normal(*s), normal(*s)), [(4, 6), (2, 3)])
     lowered = imported(Losses(), (normal(4, 6), normal(3, 8)), [auto, auto])
-    names, broken = [symbol.name for symbol in lowered.captured.extents.samples], lowered.captured.extents.broken()
+    names, broken = (
+        [symbol.name for symbol in lowered.captured.sizes.scope.samples],
+        lowered.captured.sizes.scope.broken(),
+    )
     fits = {sizes: broken(dict(zip(names, sizes, strict=True))) is None for sizes in [(4, 6, 3, 8), (4, 6, 5, 5)]}
     assert fits == {(4, 6, 3, 8): True, (4, 6, 5, 5): False}
 
@@ -130,7 +133,7 @@ class Halves(nn.Module):
 def test_a_dimension_that_is_a_multiple_of_another():
     lowered = imported(Halves(), (normal(8, 3), normal(4, 3)), [{0: 2 * ROWS}, {0: ROWS}])
     assert_as_eager(lowered, lambda n: (normal(2 * n, 3), normal(n, 3)), [(4,), (2,), (7,)])
-    scope = lowered.captured.extents
+    scope = lowered.captured.sizes.scope
     assert len(scope.samples) == 1
     holding = [n for n in range(1, 12) if scope.broken()({symbol.name: n for symbol in scope.samples}) is None]
     assert holding == [4, 6, 8, 10]  # of 2 or 3 the half is 1, which torch takes for another case; x is even
@@ -138,22 +141,22 @@ def test_a_dimension_that_is_a_multiple_of_another():
 
 def test_bounds_of_a_dimension_that_others_decide_are_guards():
     small = {0: Dim("few", min=3, max=5)}
-    scope = imported(Halves(), (normal(8, 3), normal(4, 3)), [{0: Dim("many")}, small]).captured.extents
+    scope = imported(Halves(), (normal(8, 3), normal(4, 3)), [{0: Dim("many")}, small]).captured.sizes.scope
     holding = [n for n in range(1, 20) if scope.broken()({symbol.name: n for symbol in scope.samples}) is None]
     assert holding == [6, 8, 10]
 
 
 def test_bounds_of_a_dimension_are_its_range():
     captured = imported(Asks(), normal(4, 6), ({0: Dim("rows", min=3, max=9)},)).captured
-    (bounds,) = captured.extents.ranges.values()
+    (bounds,) = captured.sizes.scope.ranges.values()
     assert (bounds.low, bounds.high) == (3, 9)
-    assert captured.extents.broken()({"rows": 10}) is not None
+    assert captured.sizes.scope.broken()({"rows": 10}) is not None
 
 
 def test_transposed_arguments_have_their_strides():
     lowered = imported(Sums(), (normal(6, 4).t(), normal(4, 6)), [{0: ROWS, 1: COLUMNS}] * 2)
-    rows, columns = lowered.captured.argument_shapes[0]
-    assert lowered.captured.argument_strides == ((1, rows), (columns, 1))
+    rows, columns = lowered.captured.sizes.shapes[0]
+    assert lowered.captured.sizes.strides == ((1, rows), (columns, 1))
     assert_as_eager(lowered, lambda n, m: (normal(m, n).t(), normal(n, m)), [(4, 6), (3, 2), (2, 9)])
 
 
@@ -165,7 +168,7 @@ def test_arguments_inside_structures_and_by_name():
     sample = {"parts": {"a": [normal(4, 6), 2.0]}, "scale": normal(6)}
     spec = {"parts": {"a": [{0: Dim.AUTO, 1: COLUMNS}, None]}, "scale": (COLUMNS,)}
     lowered = imported(Nested(), sample, spec)
-    assert [symbol.name for symbol in lowered.captured.extents.samples] == ["parts_a_0_0", "columns"]
+    assert [symbol.name for symbol in lowered.captured.sizes.scope.samples] == ["parts_a_0_0", "columns"]
     assert_as_eager(lowered, lambda n, m: {"parts": {"a": [normal(n, m), 2.0]}, "scale": normal(m)}, [(4, 6), (2, 3)])
 
 
@@ -275,5 +278,5 @@ def test_strides_that_no_size_tells_are_the_samples():
         return normal(n, 9)[:, ::2]
 
     lowered = imported(Sums(), (part(4), part(4)), ({0: ROWS}, {0: ROWS}))
-    assert [tuple(map(str, stride)) for stride in lowered.captured.argument_strides] == [("9", "2")] * 2
+    assert [tuple(map(str, stride)) for stride in lowered.captured.sizes.strides] == [("9", "2")] * 2
     assert_as_eager(lowered, lambda n: (part(n), part(n)), [(2,), (7,)])

@@ -317,7 +317,7 @@ def test_two_threads_add_the_first_entries():
     other = threading.Thread(target=lambda: add_tvm_dispatch(module, rows(5)), daemon=True)
     add_tvm_dispatch(module, rows(7))
     other.join(PATIENCE)
-    assert sorted(entry.lowered.captured.arguments[0].shape[0] for entry in stats(module).entries) == [5, 7]
+    assert sorted(entry.lowered.captured.given.tensors[0].shape[0] for entry in stats(module).entries) == [5, 7]
 
 
 def test_a_dispatcher_is_not_taken_off_by_who_has_seen_none(monkeypatch):

@@ -39,7 +39,7 @@ def compared(module: nn.Module, lengths: list[int]) -> tuple[nn.Module, list[lis
     for seed, steps in enumerate(lengths):
         assert_same(run(ours, call_of(steps), seed=seed), run(eager, call_of(steps), seed=seed))
     assert stats(ours).hits == len(lengths) and not stats(ours).misses
-    known = [entry.lowered.captured.any_length for entry in stats(ours).entries]
+    known = [entry.lowered.captured.loop.any_length for entry in stats(ours).entries]
     return ours, [sorted(each.proven) for each in known if each is not None]
 
 
@@ -137,7 +137,7 @@ def test_steps_that_depend_on_the_size_are_of_one_size(name, caplog):
             x = torch.randn((size, 9, 3) if name == "another batch" else (2, size, 3), dtype=torch.float64)
             torch.testing.assert_close(ours(x), eager(x), rtol=1e-10, atol=1e-12)
     assert len(stats(ours).entries) == 2 and not any("of its own" in each.getMessage() for each in caplog.records)
-    assert all(entry.lowered.captured.any_length is None for entry in stats(ours).entries)
+    assert all(entry.lowered.captured.loop.any_length is None for entry in stats(ours).entries)
 
 
 def test_other_state_of_the_module_is_another_entry():

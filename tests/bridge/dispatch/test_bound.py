@@ -93,9 +93,11 @@ def dispatched(monkeypatch):
     varying = replace(
         captured,
         observation=observation,
-        extents=scope,
-        argument_shapes=tuple(symbolic(tuple(each.shape), extents) for each in captured.arguments),
-        argument_strides=tuple(symbolic(each.stride(), extents) for each in captured.arguments),
+        sizes=captured.sizes._replace(
+            scope=scope,
+            shapes=tuple(symbolic(tuple(each.shape), extents) for each in captured.given.tensors),
+            strides=tuple(symbolic(each.stride(), extents) for each in captured.given.tensors),
+        ),
     )
 
     def programs_of(programs: Programs, sizes: dict[str, int]) -> Programs:
@@ -158,7 +160,7 @@ def test_steps_print_the_extents(dispatched):
 def test_explain_tells_symbols_ranges_conclusions_and_bound_sizes(dispatched):
     _, module = dispatched
     (entry,) = stats(module).entries
-    assert entry.lowered.captured.extents.guards == ()
+    assert entry.lowered.captured.sizes.scope.guards == ()
     for size in [(5, 7), (2, 3)]:
         module(*call_of(*size).args)
     text = str(explain(module, full=True))

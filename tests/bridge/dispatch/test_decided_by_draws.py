@@ -169,7 +169,7 @@ def test_a_draw_that_never_decides_otherwise_is_compiled_whole():
 
     module = Never()
     captured = capture(SampleCall(module, (torch.ones(2, WIDTH),)))
-    assert captured.by_draws == ()
+    assert captured.numbers.by_draws == ()
     add_tvm_dispatch(module, torch.ones(2, WIDTH))
     module(torch.ones(2, WIDTH))
     assert [stats(module).hits, len(stats(module).entries)] == [1, 1]

@@ -51,7 +51,7 @@ class OneSize(Scale):
 
 def lengths_of(module: nn.Module) -> list[int]:
     """The lengths of the samples of a module's entries."""
-    return [entry.lowered.captured.arguments[0].shape[0] for entry in stats(module).entries]
+    return [entry.lowered.captured.given.tensors[0].shape[0] for entry in stats(module).entries]
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
