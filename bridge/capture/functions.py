@@ -54,6 +54,7 @@ from bridge.capture.scalar_guards import (
 )
 from bridge.capture.select_at import selected, shared_views
 from bridge.capture.whole_functions import HANDLERS
+from bridge.guards import ADDRESSES
 
 __all__ = ["Functions"]
 
@@ -86,7 +87,10 @@ class Functions(TorchFunctionMode):
         arrays: the numpy arrays that Python got.
         old_names: for each ``x.data = value``: the row after it, and other values in the old memory of ``x``.
         integers: globals of code that converted a tensor to an integer or took its length, by their ids.
+        reads_addresses: whether forward called a method whose result depends on a tensor's address.
     """
+
+    reads_addresses = False
 
     def __init__(self, recorder: OperatorRecorder, rules: InPlaceRules | None = None):
         super().__init__()
@@ -117,6 +121,7 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         with unwatched() as quiet:
             raise_deferred()
+            self.reads_addresses |= getattr(func, "__name__", "") in ADDRESSES
             if any(map(_is_of_nested, types)):
                 raise UnsupportedModule("", [nested(getattr(func, "__name__", str(func)), _line())])
             inside, call = function_running(), partial(self._any, quiet)

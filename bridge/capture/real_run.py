@@ -42,7 +42,7 @@ from bridge.capture.recorder import OperatorRecorder
 from bridge.capture.rows import Record, ValueRef, values_in
 from bridge.capture.thread_isolation import as_loud_as_eager
 from bridge.capture.values import Values
-from bridge.guards import Place, Reads, recorded_reads, told_otherwise
+from bridge.guards import ADDRESSES, Place, Reads, recorded_reads, told_otherwise
 from bridge.state import ModuleTensor, hooks_of, module_tensors, own_attributes
 
 __all__ = ["Given", "RealRun", "attributes_of", "paths_of", "real_run_of", "saved_here"]
@@ -430,6 +430,9 @@ class _Watch:
         read |= {*values_in([*run.results, *run.final.values()]), *observation.reads.tensors.looked}
         run.order = given.ordered(record, read)
         observation.reads.note_properties({id(tensor) for tensor, _ in record.free.values()})
+        if not self.calls.reads_addresses:  # mentioned in a branch that did not run
+            for each in [each for each in observation.reads.tensors.asked if each[1] in ADDRESSES]:
+                del observation.reads.tensors.asked[each]
         places = range(len(given.owned), len(given.owned) + len(given.arguments))
         callers = list(zip(places, given.callers, given.arguments, strict=True))
         rules.unsupported += told_otherwise(observation.reads, callers, given.real_tensors, module_name)

@@ -13,10 +13,12 @@ import torch
 from bridge.base.errors import Unsupported
 from bridge.guards.watched import ABSENT, alike
 
-__all__ = ["TensorReads", "asked_of", "is_asked", "told_otherwise"]
+__all__ = ["ADDRESSES", "TensorReads", "asked_of", "is_asked", "told_otherwise"]
 
 _VALUES = ("is_leaf", "_version", "output_nr", "retains_grad", "storage_offset", "data_ptr", "is_shared", "is_pinned")
 _STORAGES = ("untyped_storage", "storage", "_typed_storage", "is_set_to")
+ADDRESSES = ("data_ptr", *_STORAGES)
+"""Methods whose results depend on the tensor's address, which few calls share."""
 _PRESENT = ("grad", "grad_fn", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
 
 

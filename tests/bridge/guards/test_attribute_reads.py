@@ -61,3 +61,26 @@ def test_a_changed_attribute_is_computed_with():
     for scale in (2.0, -1.0, 2.0):
         settings.scale = scale
         torch.testing.assert_close(layer(x), layer.linear(x) * scale)
+
+
+ADDRESSES = {
+    "storage in a branch that does not run": ("y if isinstance(x, torch.Tensor) else x.storage.value()", 3),
+    "data_ptr in a branch that does not run": ("y if self.training else y * x.data_ptr()", 3),
+    "a method that is not called": ("y if x.untyped_storage else x", 3),
+    "is_set_to": ("y * (1 + x.is_set_to(x[0]))", 0),
+}
+
+
+@pytest.mark.parametrize("name", ADDRESSES)
+def test_addresses_are_conditions_where_forward_asks_for_them(name):
+    """PyTorch Geometric reads ``edge_index.storage`` where edges are a sparse tensor: of another class than these."""
+    expression, hits = ADDRESSES[name]
+    space = {"torch": torch}
+    exec(f"def forward(self, x):\n    y = self.layer(x)\n    return {expression}", space)
+    module = type("Addresses", (nn.Module,), {"forward": space["forward"]})()
+    module.layer = nn.Linear(4, 4)
+    add_tvm_dispatch(module, torch.ones(3, 4))
+    given = [torch.randn(3, 4) for _ in range(3)]
+    for x in given:
+        torch.testing.assert_close(module(x), module.layer(x))
+    assert stats(module).hits == hits
