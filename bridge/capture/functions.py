@@ -90,11 +90,9 @@ class Functions(TorchFunctionMode):
         reads_addresses: whether forward called a method whose result depends on a tensor's address.
     """
 
-    reads_addresses = False
-
     def __init__(self, recorder: OperatorRecorder, rules: InPlaceRules | None = None):
         super().__init__()
-        self.recorder, self.rules = recorder, rules
+        self.recorder, self.rules, self.reads_addresses = recorder, rules, False
         self.old_names: list[tuple[int, set[int]]] = []
         self._uses: list[tuple] = []
         self._running: Any = None
@@ -444,7 +442,7 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
 def _at_numbers(run: Functions, x: torch.Tensor, index: Any, *value: Any) -> Any:
     """``x[t]`` and ``x[t] = v``: masks are counted, tensors as slice bounds are read, integer tensors stay data."""
     items = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(each, slice) and any(map(_is_integer, _bounds(each))) for each in items):
+    if any(isinstance(each, slice) and any(map(_is_integer, (each.start, each.stop, each.step))) for each in items):
         bounded = tuple(_bounded(run, each) for each in items)
         made = _at_numbers(run, x, bounded, *value)
         if made is not NotImplemented:
@@ -467,11 +465,8 @@ def _bounded(run: Functions, item: Any) -> Any:
     """An item of an index, with numbers for slice bounds that are tensors, which torch reads in C++."""
     if not isinstance(item, slice):
         return item
-    return slice(*[run.numbers(each.reshape(())) if _is_integer(each) else each for each in _bounds(item)])
-
-
-def _bounds(item: slice) -> tuple:
-    return item.start, item.stop, item.step
+    bounds = item.start, item.stop, item.step
+    return slice(*[run.numbers(each.reshape(())) if _is_integer(each) else each for each in bounds])
 
 
 def _is_integer(value: Any) -> bool:
