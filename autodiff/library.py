@@ -34,7 +34,7 @@ all other arguments are tensors. A gradient has the type of the tensor it belong
 ``convolution_last``,                            as with channels first, except that the last axis of the result is its
 ``convolution_last_backward_input``,             channels, the last axis of dweight its input channels
 ``convolution_last_backward_weight``
-``biased_product``                               two matrices, bias, (shape) -> their product, the bias added to each
+``matmul_bias``                               two matrices, bias, (shape) -> their product, the bias added to each
                                                  row, in that shape
 ``max_pool``                                     x, (kernel), (stride), (padding), (dilation), ceil_mode:int
                                                  -> tuple (y, positions), positions int64 within a channel

@@ -67,7 +67,7 @@ _TABLE = (
     ("reduction", "nn.avg_pool2d nn.avg_pool3d nn.batch_norm nn.cross_entropy_with_logits nn.max_pool1d"),
     ("reduction", "nn.max_pool2d nn.max_pool3d nn.nll_loss"),
     ("product", "einsum matmul outer nn.attention nn.attention_bias nn.attention_var_len nn.conv1d nn.conv2d"),
-    ("product", "library.biased_product"),
+    ("product", "library.matmul_bias"),
     ("product", "nn.conv3d nn.conv1d_transpose nn.conv2d_transpose nn.conv3d_transpose"),
 )
 

@@ -158,7 +158,7 @@ _TYPES = ("float16", "bfloat16", "float32")
 
 @on_functions
 def fuse_bias_epilogues(body: Body) -> None:
-    """Replaces ``add(reshape(matmul(x, w), extents), b)`` of many rows by ``library.biased_product(x, w, b, extents)``.
+    """Replaces ``add(reshape(matmul(x, w), extents), b)`` of many rows by ``library.matmul_bias(x, w, b, extents)``.
 
     Safe: nothing else reads the product. Results may be rounded differently, in the same way wherever the call runs.
     """
@@ -166,7 +166,7 @@ def fuse_bias_epilogues(body: Body) -> None:
     for binding in body.bindings:
         found = _operands(binding, body, returned)
         if found is not None:
-            body.assign(binding, call("biased_product", [*found, ShapeExpr(shape(binding.var))], binding.var.ty))
+            body.assign(binding, call("matmul_bias", [*found, ShapeExpr(shape(binding.var))], binding.var.ty))
             body.counts.rewrites += 1
     body.prune()
 

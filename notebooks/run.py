@@ -1,8 +1,8 @@
 """Runs the notebooks top to bottom, without a display, and writes the ``.ipynb`` beside each ``.py``.
 
-The ``.py`` in jupytext's percent format is the source; the ``.ipynb`` holds the same cells with what they printed and
-drew. Outputs are made small and free of what differs from machine to machine (addresses, folders), so that running a
-notebook again changes only what was measured.
+The ``.py`` in jupytext's percent format is the source; the ``.ipynb`` holds the same cells with their texts and
+pictures. Outputs are made small and free of addresses and folders, which differ between machines, so that running a
+notebook again changes only its measurements.
 
     python -m notebooks.run                          # all of them
     python -m notebooks.run bert_on_tvm --to /tmp    # one, elsewhere
@@ -54,7 +54,7 @@ def execute(notebook: NotebookNode, **variables: str) -> NotebookNode:
 
     Args:
         notebook: its outputs are replaced.
-        variables: environment variables of the kernel, beside those of this process.
+        variables: environment variables of the kernel, beside this process's own.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised; the message holds the cell and the traceback.

@@ -1,4 +1,4 @@
-"""Smaller SVG: what graphviz or matplotlib wrote → the same picture in a quarter of the bytes.
+"""Smaller SVG: a picture by graphviz or matplotlib → the same picture in a quarter of the bytes.
 
 Shapes of one layer and one style become one path with relative coordinates, texts of one style one group, so that
 colours and fonts stand once. Order is kept where it shows: clusters under arrows under boxes under texts. Lines move by
@@ -18,7 +18,7 @@ __all__ = ["small_svg"]
 
 _NUMBER = re.compile(r"-?\d*\.?\d+(?:e-?\d+)?")
 _XLINK = "{http://www.w3.org/1999/xlink}href"
-#: Attributes that decide how a shape looks, and those of a text.
+#: Attributes that decide how a shape or a text looks.
 _SHAPE = ("fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "opacity", "clip-path")
 _TEXT = ("fill", "font-size", "font-weight", "text-anchor", "transform")
 _LAYERS = ("background", "cluster", "edge", "node", "text")
@@ -126,7 +126,7 @@ def _plot(root: Element) -> str:
     used = set(re.findall(r'(?:href="|url\()#(\w+)', ElementTree.tostring(root, encoding="unicode")))
     short = {name: f"i{index}" for index, name in enumerate(sorted(used))}
     styled = {f"#{element.get('id')}": _styles(element) for element in root.iter("path")}
-    for element in root.iter("use"):  # what a marker defines for itself, its uses cannot change
+    for element in root.iter("use"):  # its uses cannot change a marker's own attributes
         fixed = styled[element.get(_XLINK)]
         own = [f"{name}:{value}" for name, value in _styles(element).items() if name not in fixed]
         element.set("style", ";".join(own))

@@ -265,9 +265,9 @@ def partition(
     module_paths: Mapping[str, str] | None = None,
     as_read: bool = False,
     cast_once: int = 0,
-    rows_again: bool = False,
-    short_chains: bool = False,
-    joined_behind: bool = False,
+    save_logits: bool = False,
+    bound_recompute: bool = False,
+    save_concatenation: bool = False,
     again: Mapping[int, tuple[bool, bool]] = MappingProxyType({}),
     owners: Mapping[str, str] = MappingProxyType({}),
     apart: Collection[int] = (),
@@ -283,9 +283,9 @@ def partition(
         as_read: whether tensors are saved in the layout of their readers, for kernels that read only contiguous
             operands. This and the next four are heuristics of :mod:`partition.heuristics`.
         cast_once: number of leading primals whose casts are saved.
-        rows_again: whether the logits are saved instead of a softmax.
-        short_chains: whether the depth of recomputation is bounded.
-        joined_behind: whether a concatenation in the backward is saved instead of its operand.
+        save_logits: whether the logits are saved instead of a softmax.
+        bound_recompute: whether the depth of recomputation is bounded.
+        save_concatenation: whether a concatenation in the backward is saved instead of its operand.
         again: indices of primals whose memory the backward reads at its own time -> whether autograd saves views of it,
             and whether it is a parameter.
         owners: variable name -> the operation that computes it, see :mod:`partition.read_again`.
@@ -300,13 +300,13 @@ def partition(
     told = {"as_read": as_read, "again": again, "owners": owners, "apart": apart}
     graph = build_graph(joint, num_primals, num_outputs, module_paths, **told)
     choice = chosen.choose(graph)
-    if rows_again:
+    if save_logits:
         choice = save_rows_sources(graph, choice)
-    if short_chains:
+    if bound_recompute:
         choice = bound_recompute_depth(graph, choice)
     if cast_once:
         choice = save_weight_casts(graph, choice, cast_once)
-    if joined_behind:
+    if save_concatenation:
         choice = save_concatenations(graph, choice)
     if as_read:
         choice = save_in_readers_layout(graph, choice)

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-_OF_MATRICES = ("relax.matmul", "library.biased_product")
+_OF_MATRICES = ("relax.matmul", "library.matmul_bias")
 
 
 def save_in_readers_layout(graph: JointGraph, choice: Choice) -> Choice:

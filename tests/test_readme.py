@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import bridge
 from benchmarks.__main__ import scripts
 from benchmarks.results import FOLDER, Results
 from benchmarks.tables import FORMS, PAGES, markdown, written
 from bridge.compile.pipeline import PASSES
+from tests import reference
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "notebooks" / "README.md"])
@@ -112,6 +114,12 @@ def test_the_examples_of_a_page_run(page):
     names: dict = {}
     for block in code_blocks(ROOT / "docs" / page):
         exec(compile(block, page, "exec"), names)
+
+
+def test_the_reference_is_that_of_the_docstrings():
+    assert text_of(reference.PAGE) == reference.page(), "python -m tests.reference"
+    names = [name for sources in reference.PUBLIC.values() for each in sources.values() for name in each.split()]
+    assert {*bridge.__all__} - {"__version__"} <= {*names}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

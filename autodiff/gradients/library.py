@@ -125,8 +125,8 @@ def convolution_last(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None
     return grads + [None] * len(geometry)
 
 
-@library_gradient("library.biased_product")
-def biased_product(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+@library_gradient("library.matmul_bias")
+def matmul_bias(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = g w^T, dw = x^T g, of g as a matrix, db = the sum of its rows"""
     x, w, bias, _ = call.args
     rows = emit(op.reshape(g, (shape(x)[0], shape(w)[1])))

@@ -12,8 +12,8 @@ result. Two runs tell whether the call made it: then they return different objec
 leaves, as plain arguments are: an entry compares them one by one.
 
 Python functions among the arguments (the ``mask_mod`` of a ``BlockMask``) → a :class:`FunctionKind` of their code, and
-what they close over, their defaults and their attributes, as an object's attributes are. An object that occurs twice is
-rebuilt once.
+their closures' contents, defaults and attributes, as an object's attributes are. An object that occurs twice is rebuilt
+once.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class WithWholes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionKind:
-    """Python functions that are equal but for what they close over, have as defaults and as attributes.
+    """Python functions that are equal but for the contents of their closures, their defaults and their attributes.
 
     Attributes:
         code: theirs, and ``space``: their global names.
@@ -222,7 +222,7 @@ def _made(kind: Any, attributes: dict[str, Any], items: dict[Any, Any]) -> Any:
     own = getattr(made, "__dict__", {})
     for name, value in attributes.items():
         if inspect.ismemberdescriptor(getattr(kind, name, None)):  # a slot
-            object.__setattr__(made, name, value)  # past what a frozen dataclass says
+            object.__setattr__(made, name, value)  # past the frozen dataclass's own `__setattr__`
         else:
             own[name] = value
     if isinstance(made, dict):
@@ -351,7 +351,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether pytree would lose what there is to it: of a ``BlockMask`` that somebody registered its functions."""
+    """Whether pytree would lose a part of the object: the functions of a registered ``BlockMask``, for example."""
     return isinstance(value, torch.Size | BlockMask)
 
 

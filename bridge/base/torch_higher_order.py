@@ -35,13 +35,13 @@ _environment: Callable[[], AbstractContextManager] = find("torch._higher_order_o
 
 
 _TAKEN = {"flex_attention": 7}
-"""Of operators by their names, how many arguments Dynamo takes: the others are what it finds that functions read."""
+"""Name of an operator → number of arguments that Dynamo takes; it appends the tensors that the functions read."""
 
 
 _INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
 _requires_grad = torch.Tensor.requires_grad.__get__
 _BETWEEN = 8
-"""Frames between a mode of torch functions and what calls one: of other modes, such as ``torch.device``."""
+"""Frames between a mode of torch functions and the caller of a function: other modes, such as ``torch.device``."""
 
 
 class _TracedError(Exception):

@@ -103,7 +103,7 @@ class CapturedLoop(NamedTuple):
 
 
 class CapturedState(NamedTuple):
-    """The attributes that each call sets: those that it counts up, and places whose values follow its own results."""
+    """The attributes that each call sets: counters, and places whose values follow the call's own results."""
 
     counters: tuple[Counter, ...] = ()
     kept: tuple[KeptPlace, ...] = ()
@@ -116,7 +116,7 @@ class Captured:
     Attributes:
         module_name: class name of the module.
         graph: functional ATen graph.
-        names: what its nodes stand for.
+        names: the meaning of its nodes.
         module_tensors: parameters, buffers and other tensors of the module, each once.
         given: the arguments.
         results: for each leaf of the module's result, the graph node that computes it (``None``: not computed).

@@ -33,7 +33,7 @@ def attention(
     score_mod_other_buffers: Sequence[Any] = (),
     mask_mod_other_buffers: Sequence[Any] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the operator returns.
+    """The operator's results.
 
     Args:
         query: ``(B, Hq, L, E)``.
@@ -45,7 +45,7 @@ def attention(
         kernel_options: of a GPU's kernels.
 
     Returns:
-        The output ``(B, Hq, L, Ev)``, whose axes lie in memory as those of ``query``; logsumexp and maximum of the
+        The output ``(B, Hq, L, Ev)``, whose axes lie in memory as ``query``'s axes; logsumexp and maximum of the
         scores ``(B, Hq, L)``, divided by ln 2.
     """
     kind, dtype = query.device.type, query.dtype
@@ -99,7 +99,7 @@ def _laid_out(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Those of a dense tensor, whose axes are given from the outermost to the innermost."""
+    """Strides of a dense tensor, whose axes are given from the outermost to the innermost."""
     strides, step = [0] * len(shape), 1
     for axis in reversed(order):
         strides[axis], step = step, step * shape[axis]

@@ -243,7 +243,7 @@ class Number:
     __radd__, __rmul__ = __add__, __mul__
 
     def __repr__(self) -> str:
-        return "a number input"
+        return "a dynamic scalar"
 
 
 # Counters: integers on the module that each call of forward counts up by a constant, ``self.calls += 1``.

@@ -64,7 +64,7 @@ def _hand_on_showing(args: Iterable[list[Any]]) -> bool:
 
 
 def _is_held(value: Any, name: Any) -> bool:
-    """Whether ``getattr`` gives what an object's own dictionary holds."""
+    """Whether ``getattr`` gives the entry of the object's own dictionary."""
     return type(name) is str and name in (dict_of(value) or ()) and class_entry(type(value), name) is ABSENT
 
 

@@ -215,9 +215,9 @@ def partition_options(lowered: LoweredCall, strategy: Any) -> dict[str, Any]:
         "owners": {name: owner for name, owner in owners.items() if name not in statistics},
         "as_read": on_gpu,
         "cast_once": len(captured.module_tensors) if on_gpu and by_default else 0,
-        "rows_again": on_gpu and by_default,
-        "short_chains": on_gpu and by_default,
-        "joined_behind": not on_gpu and by_default,
+        "save_logits": on_gpu and by_default,
+        "bound_recompute": on_gpu and by_default,
+        "save_concatenation": not on_gpu and by_default,
     }
 
 

@@ -26,7 +26,7 @@ OPERATORS: dict[str, Meaning] = {}
 LIBRARY: dict[str, Meaning] = {
     "library.log1p": torch.log1p,
     "library.expm1": torch.expm1,
-    "library.biased_product": lambda x, matrix, bias, extents: F.linear(x, matrix.t(), bias).view(extents),
+    "library.matmul_bias": lambda x, matrix, bias, extents: F.linear(x, matrix.t(), bias).view(extents),
     "library.with_derivative": with_own_gradient,
     "library.overwritten": lambda x, parameter, last: x,
 }

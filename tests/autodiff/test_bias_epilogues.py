@@ -17,7 +17,7 @@ from tests.autodiff.evaluate import function
 
 
 def _biased(func) -> int:
-    return sum(library_name(value) == "library.biased_product" for _, value in bindings(func))
+    return sum(library_name(value) == "library.matmul_bias" for _, value in bindings(func))
 
 
 def _made(rows=256, inner=16, columns=24, dtype=torch.bfloat16, bias=(24,), read=False):

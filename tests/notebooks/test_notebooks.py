@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and what is saved of their outputs belongs to the cells as they are."""
+"""The notebooks run from top to bottom, and their saved outputs belong to the cells as they are."""
 
 import itertools
 import re
@@ -12,7 +12,7 @@ from tests.sampling import sampled
 pytestmark = pytest.mark.slow
 
 ALWAYS = ("training_through_tvm", "your_own_recurrent_cell")
-"""How the bridge is used, stage by stage, and what becomes of loops. The others tell of a model and of refusals, which
+"""The use of the bridge, stage by stage, and loops. The other notebooks show a model and refusals, which
 have tests of their own."""
 
 
@@ -33,7 +33,7 @@ products.measured, worth._PACE = measured, Pace(fewest=1, most=1, warm_up=2)
 for name in [*PREPARATIONS][1:]:
     del PREPARATIONS[name]
 """
-"""What the kernel runs under, as the tests do: products are chosen without a clock, calls are timed in a few rounds.
+"""The kernel's settings, as the tests have them: products are chosen without a clock, calls are timed in a few rounds.
 One preparation of torch's partitioner, of three that tests/bridge/show/test_saved_bytes.py has, is beside ours."""
 
 

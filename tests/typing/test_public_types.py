@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def found():
-    """What mypy says of the script, as (line, code); the cache beside the checkout makes the second time fast."""
+    """Mypy's findings in the script, as (line, code); the cache beside the checkout makes the second time fast."""
     pytest.importorskip("mypy", reason="mypy is in the extra dev")
     command = [sys.executable, "-m", "mypy", "--config-file", str(CONFIGURATION), "--no-error-summary"]
     done = subprocess.run([*command, str(SCRIPT)], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -166,8 +166,8 @@ def _matmul(builder: Builder, call: Call) -> Operand:
     return whole(out)
 
 
-@register("library.biased_product")
-def _biased_product(builder: Builder, call: Call) -> Operand:
+@register("library.matmul_bias")
+def _matmul_bias(builder: Builder, call: Call) -> Operand:
     a, b, bias = (tensor(builder, arg) for arg in call.args[1:4])
     out = builder.fresh((a.shape[0], b.shape[1]), dtype(call))
     builder.add(MatMul(a, b, out, bias))

@@ -380,7 +380,7 @@ class FuseBiasEpilogues:
     def expected(x: R.Tensor((256, 16), "float16"), w: R.Tensor((16, 8), "float16"), b: R.Tensor((8,), "float16")):
         with R.dataflow():
             y = R.call_pure_packed(
-                "library.biased_product", x, w, b, R.shape([2, 128, 8]), ty_args=(R.Tensor((2, 128, 8), "float16"),)
+                "library.matmul_bias", x, w, b, R.shape([2, 128, 8]), ty_args=(R.Tensor((2, 128, 8), "float16"),)
             )
             r = R.matmul(x, w)
             s = R.add(r, b)

@@ -215,7 +215,7 @@ for _taken in ([3, 0, 3, 1], [1, 3, 2, 0], [2, 2, 2, 2, 2]):  # repeats and gaps
 for _name in ("log1p", "expm1", "exp2", "erfc"):
     _library(_name, getattr(torch, _name), (draw(3, 4, low=-0.9),))
 _matrices = (draw(6, 4), draw(4, 5, seed=1), draw(5, seed=2))
-_library("biased_product", lambda x, w, b: (x @ w + b).view(2, 3, 5), _matrices, [2, 3, 5])
+_library("matmul_bias", lambda x, w, b: (x @ w + b).view(2, 3, 5), _matrices, [2, 3, 5])
 _library("overwritten", lambda x: x, (draw(3, 4),), 0, 0)
 _library("with_derivative", lambda value, linear: value.detach() + linear - linear.detach(), (draw(3, 4), draw(3, 4)))
 _pair = (draw(3, 4, low=0.2, seed=1), draw(3, 4, low=0.2, seed=2))

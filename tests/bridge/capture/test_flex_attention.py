@@ -42,7 +42,7 @@ def blocks(mask_mod, batch=None, heads=None):
 
 
 def by_hand(function, scores=None, shape=None):
-    """What a function gives of each score and its indices, or of the indices alone: one call for each."""
+    """A function's values for each score and its indices, or for the indices alone: one call for each."""
     places = itertools.product(*map(range, scores.shape if shape is None else shape))
     made = [
         function(*(() if scores is None else (scores[place],)), *(torch.tensor(each) for each in place))
@@ -73,7 +73,7 @@ class Attention(nn.Module):
     Args:
         how: the module → keyword arguments for ``flex_attention``.
         heads: of queries, and ``groups`` of keys.
-        function: what forward calls.
+        function: the one that forward calls.
     """
 
     def __init__(self, how, heads=2, groups=None, function=flex_attention):

@@ -48,8 +48,8 @@ class Saving:
         return Choice({self.value: "for a test"})
 
 
-def halves(joint: Function, joined_behind: bool, strategy: str | Saving = "min_cut") -> Partitioned:
-    return partition(joint, num_primals=3, num_outputs=1, joined_behind=joined_behind, strategy=strategy)
+def halves(joint: Function, save_concatenation: bool, strategy: str | Saving = "min_cut") -> Partitioned:
+    return partition(joint, num_primals=3, num_outputs=1, save_concatenation=save_concatenation, strategy=strategy)
 
 
 def joins(half: Function) -> int:

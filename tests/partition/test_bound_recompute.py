@@ -39,7 +39,7 @@ def residual() -> tuple[Function, int, int]:
 def test_one_block_at_most_is_computed_again():
     joint, num_primals, num_outputs = residual()
     counts = {"num_primals": num_primals, "num_outputs": num_outputs}
-    usual, other = (partition(joint, **counts, short_chains=short) for short in (False, True))
+    usual, other = (partition(joint, **counts, bound_recompute=short) for short in (False, True))
     relus = [[op_name(value) for _, value in bindings(each.backward)].count("relax.nn.relu") for each in (usual, other)]
     assert relus == [BLOCKS, 1]
     more = {each.name for each in other.plan.captures} - {each.name for each in usual.plan.captures}

@@ -19,7 +19,7 @@ def test_a_softmax_that_only_dropout_reads(dropout):
     joint, num_primals, num_outputs = bert(batch=2, seq=16, width=32, heads=4, dropout=dropout, dtype="float64")
     joint = autodiff.clean(joint)
     counts = {"num_primals": num_primals, "num_outputs": num_outputs}
-    usual, other = (partition(joint, **counts, rows_again=again) for again in (False, True))
+    usual, other = (partition(joint, **counts, save_logits=again) for again in (False, True))
     saved = {each.name for each in usual.plan.captures} ^ {each.name for each in other.plan.captures}
     # without dropout a product reads it: it is in memory
     assert saved == ({"l0_probs", "l0_qk"} if dropout else set())
@@ -44,7 +44,7 @@ def test_a_softmax_of_one_of_several_results():
     grad = b.let("grad", op.multiply(b.let("dprobs", op.multiply(g, kept)), probs))
     joint = b.build(y, grad, b.let("other", TupleGetItem(pair, 1)))
     counts = {"num_primals": 2, "num_outputs": 1}
-    usual, again = (partition(joint, **counts, rows_again=again) for again in (False, True))
+    usual, again = (partition(joint, **counts, save_logits=again) for again in (False, True))
     assert {each.name for each in usual.plan.captures} ^ {each.name for each in again.plan.captures} == {
         "probs",
         "item",
