@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from types import CodeType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -294,6 +294,15 @@ TRANSFORM_MODULES = ("torch._C._functorch", "torch._functorch", "torch.autograd.
 def compile_lock() -> Any:
     """The lock under which Dynamo compiles."""
     return importlib.import_module("torch._dynamo.convert_frame").compile_lock
+
+
+_backends = (find(f"torch.{name}", type) for name in ("_TorchCompileInductorWrapper", "_TorchCompileWrapper"))
+COMPILING: frozenset[CodeType] = frozenset(
+    each.__code__
+    for each in (torch.compile, *(value for kind in _backends for value in vars(kind).values()))
+    if isinstance(each, FunctionType)
+)
+"""The code of ``torch.compile`` and of the backends that it makes."""
 
 
 @contextmanager

@@ -10,19 +10,18 @@ import weakref
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
-
 from bridge.base.errors import TORCH_DIR, is_pythons_file
+from bridge.base.torch_internals import COMPILING
 
 __all__ = ["ASKED_PYTHON", "CALLED", "CALLING", "CHANGING_PYTHON", "LOOKING", "OWN"]
 __all__ += ["in_its_place", "is_in_its_place", "is_library", "is_machinery"]
 
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCHS = """
-_ops.py overrides.py _library _subclasses fx _prims _prims_common _refs _decomp _meta_registrations.py _guards.py
-_higher_order_ops _functorch _dispatch _jit_internal.py _logging utils/_python_dispatch.py utils/_pytree.py
-utils/_contextlib.py utils/_device.py utils/_cxx_pytree.py utils/_stats.py _compile.py _dynamo _inductor _C autograd jit
-_export export nn/modules/module.py _classes.py _vmap_internals.py package
+_ops.py overrides.py library.py _library _subclasses fx _prims _prims_common _refs _decomp _meta_registrations.py
+_guards.py _higher_order_ops _functorch _dispatch _jit_internal.py _logging utils/_python_dispatch.py
+utils/_pytree.py utils/_contextlib.py utils/_device.py utils/_cxx_pytree.py utils/_stats.py _compile.py _dynamo
+_inductor _C autograd jit _export export nn/modules/module.py _classes.py _vmap_internals.py package
 """.split()
 LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PYTHONS = "logging warnings.py tempfile.py importlib abc.py typing.py re/ sre_".split()
@@ -96,7 +95,7 @@ def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:
     if (
         any(each in code.co_filename for each in _PACKAGES)
         or code in _FINALIZERS
-        or code is torch.compile.__code__
+        or code in COMPILING
         or (code.co_name == "_warn_once" and code.co_filename == _WARNS_ONCE)
         or (code.co_name in ("_remove", "remove") and code.co_filename.endswith(_REFERENCES))
     ):

@@ -420,3 +420,42 @@ def test_a_mask_of_blocks_alone_hides_as_in_eager():
         wanted = module(x)
     add_tvm_dispatch(module, x)
     close(module(x).detach(), wanted)
+
+
+@pytest.mark.composes(
+    'transformers\' `attn_implementation="flex_attention"`',
+    "trains on a CPU, with the numbers of `eager`",
+    section="Autograd, memory, threads",
+)
+def test_a_language_model_of_transformers(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    wrapped = pytest.importorskip("transformers.integrations.flex_attention").WrappedFlexAttention
+    monkeypatch.setattr(wrapped, "_instance", None)  # made by the first call of a process
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    models = []
+    for how in ("flex_attention", "eager"):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**sizes, **heads, attn_implementation=how)
+        models.append(transformers.LlamaForCausalLM(config).double())
+    given = [torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 6:] = 0
+
+    def batch(seed):
+        return {"input_ids": given[seed], "labels": given[seed], "attention_mask": mask, "use_cache": False}
+
+    module, losses = models[0], []
+    add_tvm_dispatch(module, sample_kwargs=batch(3))
+    for each in models:
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        losses.append([])
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss = each(**batch(seed)).loss
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert stats(module).hits == 3, stats(module)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)  # the loss is float32
+    torch.testing.assert_close(list(module.parameters()), list(models[1].parameters()), rtol=0, atol=1e-7)
