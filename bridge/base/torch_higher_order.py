@@ -84,7 +84,7 @@ def lifted_operands(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.
 
 def flex_attention_casts(kind: str) -> bool:
     """Whether ``flex_attention`` on a type of devices casts its operands under autocast."""
-    return getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}") in _flex.flex_attention_hop.py_kernels
+    return find(f"torch._C.DispatchKey.Autocast{kind.upper()}") in _flex.flex_attention_hop.py_kernels
 
 
 def indexing_by_tensors() -> TorchFunctionMode:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bridge.base.torch_higher_order import flex_attention_casts, indexing_by_tensors
+from bridge.base.torch_internals import aten
 
 __all__ = ["attention"]
 
@@ -63,7 +64,7 @@ def attention(
         is_seen = _over_all(block_mask[-1], (), mask_mod_other_buffers)(*places, *mask_mod_other_buffers)
         scores = _over_all(score_mod, (0,), score_mod_other_buffers)(scores, *places, *score_mod_other_buffers)
     scores = torch.where(is_seen, scores, torch.full((), -math.inf, dtype=working, device=query.device))
-    made = torch._safe_softmax(scores, -1).to(dtype) @ value.to(dtype)
+    made = aten._safe_softmax.default(scores, -1).to(dtype) @ value.to(dtype)
     top = scores.detach().amax(-1, keepdim=True)
     shift = torch.where(top == -math.inf, 0.0, top)
     total = (scores - shift).exp().sum(-1)
