@@ -244,6 +244,39 @@ def _bincount(count: Count, input: torch.Tensor, weights: Any = None, minlength:
     return places.new_zeros(size).index_add(0, places.clamp(0, size - 1), VF.ones_like(places))
 
 
+def _unique(count: Count, input: torch.Tensor, sorted: bool = True, *options: Any, **others: Any) -> Any:
+    return _distinct(count, input, True, *options, **others) if sorted else NotImplemented
+
+
+def _unique_consecutive(count: Count, input: torch.Tensor, *options: Any, **others: Any) -> Any:
+    return _distinct(count, input, False, *options, **others)
+
+
+def _distinct(
+    count: Count,
+    input: torch.Tensor,
+    is_sorted: bool,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    dim: int | None = None,
+) -> Any:
+    """``unique`` of all elements: integers → (distinct), (of input) int64, (distinct) int64, as asked for."""
+    if dim is not None or input.is_floating_point() or input.is_complex() or not input.numel():
+        return NotImplemented
+    elements = input.reshape(-1)
+    elements, order = elements.sort() if is_sorted else (elements, None)
+    first = VF.cat([VF.ones_like(elements[:1], dtype=torch.bool), elements[1:] != elements[:-1]])
+    places = _positions(count, first)[:, 0]
+    rank = first.cumsum(0) - 1
+    found = [elements[places]]
+    if return_inverse:
+        inverse = rank if order is None else VF.zeros_like(order).scatter(0, order, rank)
+        found.append(inverse.reshape(input.shape))
+    if return_counts:
+        found.append(VF.zeros_like(places).index_add(0, rank, VF.ones_like(rank)))
+    return tuple(found) if len(found) > 1 else found[0]
+
+
 FORMS: dict[Any, Callable[..., Any]] = {
     VF.nonzero: _nonzero,
     torch.Tensor.nonzero: _nonzero,
@@ -257,6 +290,10 @@ FORMS: dict[Any, Callable[..., Any]] = {
     VF.bincount: _bincount,
     torch.Tensor.bincount: _bincount,
     VF.repeat_interleave: _repeated,
+    torch.unique: _unique,
+    torch.Tensor.unique: _unique,
+    torch.unique_consecutive: _unique_consecutive,
+    torch.Tensor.unique_consecutive: _unique_consecutive,
     torch.Tensor.repeat_interleave: _repeated,
 }
 """Function with a data-dependent size → its static-shape form. The form takes ``count`` (a name in :data:`COUNTS`, a

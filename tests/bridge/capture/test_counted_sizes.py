@@ -58,7 +58,31 @@ FORMS = {
 }
 
 
-ALIKE = ("nonzero of integers", "argwhere", "a loss of some rows", "equal parts", "bins of a kind")
+def _places(mask):
+    """Integers, some of them twice: four different ones, five runs."""
+    return torch.tensor([[3, 3, -1], [3, 7, 2]]) * mask.new_ones(1).long()
+
+
+FORMS |= {
+    "distinct": lambda y, mask: torch.unique(_places(mask)) * y.sum(),
+    "distinct, of a few": lambda y, mask: (y * 1, *_places(mask).to(torch.int32).unique(return_inverse=True)),
+    "distinct, counted": lambda y, mask: (y * 1, *torch.unique(_places(mask), True, True, True)),
+    "distinct flags": lambda y, mask: (y * 1, *mask.unique(return_counts=True)),
+    "distinct, one number": lambda y, mask: (y * 1, *torch.unique(_places(mask)[0, 0], return_inverse=True)),
+    "runs": lambda y, mask: (y * 1, *torch.unique_consecutive(_places(mask), return_inverse=True, return_counts=True)),
+    "runs of flags": lambda y, mask: y.sum() * mask.unique_consecutive(),
+}
+
+ALIKE = (
+    "distinct, of a few",
+    "distinct flags",
+    "runs of flags",
+    "nonzero of integers",
+    "argwhere",
+    "a loss of some rows",
+    "equal parts",
+    "bins of a kind",
+)
 """Of rows, of positions, of bins: another one is here."""
 
 
@@ -143,6 +167,12 @@ def _of_kinds(module, x):
     return y[:first].sum(0) * y[first:].mean(0) * square.sum()
 
 
+def _pooled_by_name(module, x, names):
+    """Means of the rows of each name: PyTorch Geometric's pooling by clusters."""
+    _, places, counts = torch.unique(names, return_inverse=True, return_counts=True)
+    return torch.zeros(len(counts), WIDTH, dtype=x.dtype).index_add(0, places, module.linear(x)) / counts[:, None]
+
+
 def _padded(module, x, n):
     y = F.pad(module.linear(x), (0, n)).flip(1).cumsum(1)
     return torch.cat([y, x.new_zeros(x.shape[0], n)], 1)[:, : 2 * n] * torch.arange(2 * n)
@@ -196,6 +226,7 @@ VARYING = {
         lambda m, x, mask: m.linear(x).masked_select(mask[:, None]).square().mean(),
         lambda i: (_random(i, 12, WIDTH), _mask(i)),
     ),
+    "names": (_pooled_by_name, lambda i: (_random(i, 9, WIDTH), torch.arange(9) % max(3, _number(i)) * 5 - 1)),
 }
 
 
@@ -316,7 +347,8 @@ def test_a_mask_that_the_module_owns():
     [
         lambda y, mask: y[y[:, 0] > 0],
         lambda y, mask: y[F.dropout(mask.double(), 0.5, True) > 0],
-        lambda y, mask: torch.unique(mask.long()) * y.sum(),
+        lambda y, mask: torch.unique(mask.double()) * y.sum(),
+        lambda y, mask: torch.unique((y > 0).long()) * y.sum(),
     ],
 )
 def test_counts_that_every_call_computes_anew_are_refused(function):
