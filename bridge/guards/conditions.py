@@ -92,38 +92,30 @@ class _Objects:
     """The classes and dictionaries of objects, and the bases of classes, with their expected values.
 
     Args:
-        typed: places of objects, with their classes and dictionaries. bases: classes whose bases are compared.
+        typed: of objects, with their classes and dictionaries. bases: classes whose bases decided a branch.
     """
 
     def __init__(self, typed: Sequence[tuple[Class, Any]], bases: Iterable[type]):
         self.bases = [(kind, kind.__mro__) for kind in bases]
-        self._classes, self._mros = [kind for kind, _ in self.bases], [then for _, then in self.bases]
-        self._watch(typed)
+        self.classes, self.mros = [kind for kind, _ in self.bases], [then for _, then in self.bases]
+        self.watch(typed)
 
-    def _watch(self, typed: Sequence[tuple[Class, Any]]) -> None:
+    def watch(self, typed: Sequence[tuple[Class, Any]]) -> None:
         """Notes the objects that are still alive; no call can meet a dead one."""
-        self._typed = [(item, read) for item, read in typed if item.value() is not None and read is not None]
-        self._owners, self._types = [item.value for item, _ in self._typed], [kind for _, (kind, _) in self._typed]
-        self._having = [item.value for item, (_, held) in self._typed if held is not None]
-        self._held = [held for _, (_, held) in self._typed if held is not None]
-
-    def unchanged(self) -> bool:
-        owners = list(map(_CALL, self._owners))
-        if list(map(type, owners)) != self._types:
-            if None not in owners:
-                return False
-            self._watch(self._typed)
-            return self.unchanged()
-        if not all(map(is_, map(object.__getattribute__, map(_CALL, self._having), repeat("__dict__")), self._held)):
-            return False
-        return all(map(is_, map(_BASES, self._classes), self._mros))
+        self.typed = [(item, read) for item, read in typed if item.value() is not None and read is not None]
+        self.owners, self.types = [item.value for item, _ in self.typed], [kind for _, (kind, _) in self.typed]
+        self.having = [item.value for item, (_, held) in self.typed if held is not None]
+        self.held = [held for _, (_, held) in self.typed if held is not None]
 
 
 class _Namespaces:
     """Names and contents of dictionaries, which are compared only after a write to their dictionaries.
 
     Attributes:
-        names: all of them, by namespace.
+        names: all of them, by namespace. ``uncounted``: the ones in namespaces whose writes Python does not count.
+        version: counts the writes to a dictionary; ``None``: no dictionary has a count.
+        versions: the counts of ``dicts`` at the last comparison.
+        empty: dictionaries that were empty then: Python 3.12 does not count the first write to one by update.
     """
 
     def __init__(self, items: Sequence[Any]):
@@ -133,37 +125,32 @@ class _Namespaces:
                 spaces.setdefault(id(item.space if isinstance(item, Name) else item.kind), []).append(item)
         self.names: list[_Names | _Held] = [_Names(each) for each in spaces.values()]
         self.names += [_Held(item) for item in items if _Held.may_hold(item)]
-        self._dicts: list[dict] = []
+        self.dicts: list[dict] = []
         self._by_dict: dict[int, list[_Names | _Held]] = {}
-        self._uncounted: list[_Names | _Held] = []
+        self.uncounted: list[_Names | _Held] = []
         for names in self.names:
             dicts = _dicts_of(names.items[0])
             if dicts is None:
-                self._uncounted.append(names)
+                self.uncounted.append(names)
             for each in dicts or ():
                 if id(each) not in self._by_dict:
-                    self._dicts.append(each)
+                    self.dicts.append(each)
                 self._by_dict.setdefault(id(each), []).append(names)
-        self._version, self._versions = write_counter(), None
-        self._empty: list[dict] = []  # Python 3.12 does not count the first write to one by update
+        self.version, self.versions = write_counter(), None
+        self.empty: list[dict] = []
 
-    def unchanged(self) -> bool:
-        for names in self._uncounted:
-            if not names.unchanged():
-                return False
-        versions, then = None, None if any(self._empty) else self._versions
-        if self._version is not None:
-            versions = [*map(self._version, self._dicts)]  # before the comparison: the next call sees a write meanwhile
-        if versions is not None and versions == then:
-            return True
-        for place, each in enumerate(self._dicts):
+    def unchanged(self, versions: list[int] | None) -> bool:
+        """Compares the names of the dictionaries that were written; ``versions``: from before the comparison, so that
+        a concurrent write is seen later."""
+        then = None if any(self.empty) else self.versions
+        for place, each in enumerate(self.dicts):
             if versions is None or then is None or versions[place] != then[place]:
                 if not all([names.unchanged() for names in self._by_dict[id(each)]]):
                     return False
-        for place, each in enumerate(self._dicts) if versions is not None else ():
+        for place, each in enumerate(self.dicts) if versions is not None else ():
             if not all(names.is_counted for names in self._by_dict[id(each)]):
                 versions[place] = -1
-        self._versions, self._empty = versions, [each for each in self._dicts if not each]
+        self.versions, self.empty = versions, [each for each in self.dicts if not each]
         return True
 
 
@@ -216,7 +203,18 @@ class ReadGuard:
 
     def unchanged(self) -> bool:
         """The quick path: whether every place holds the very same object, or contents that mean the same."""
-        if not self._objects.unchanged():
+        objects, spaces = self._objects, self._spaces
+        owners = list(map(_CALL, objects.owners))
+        if list(map(type, owners)) != objects.types:
+            if None not in owners:
+                return False
+            objects.watch(objects.typed)
+            return self.unchanged()
+        if not all(
+            map(is_, map(object.__getattribute__, map(_CALL, objects.having), repeat("__dict__")), objects.held)
+        ):
+            return False
+        if not all(map(is_, map(_BASES, objects.classes), objects.mros)):
             return False
         if not all(map(is_, chain.from_iterable(map(_PARTS, self._functions)), self._parts)):
             return False
@@ -230,7 +228,13 @@ class ReadGuard:
         for item, then in self._slow:
             if item.differs(then):
                 return False
-        return self._spaces.unchanged()
+        for names in spaces.uncounted:
+            if not names.unchanged():
+                return False
+        versions = None if spaces.version is None else [*map(spaces.version, spaces.dicts)]
+        if versions is not None and versions == spaces.versions and not any(spaces.empty):
+            return True
+        return spaces.unchanged(versions)
 
     @property
     def later(self) -> Callable[[], None] | None:
