@@ -19,6 +19,8 @@ from tests import reference
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "notebooks" / "README.md"])
+YOURS = {"idempotent.py"}
+"""Files that the reader makes."""
 TOP = "bridge autodiff partition tests docs benchmarks examples notebooks".split()
 
 
@@ -48,6 +50,8 @@ def test_links_paths_and_modules_exist(path):
             assert not anchor or anchor in anchors(linked), target
     for named in re.findall(rf"`((?:{'|'.join(TOP)})/[\w./]*)`", text):
         assert (ROOT / named).exists(), named
+    short = {file.name for top in TOP for file in (ROOT / top).rglob("*.py")}
+    assert {*re.findall(r"`(\w+\.py)`", text)} - short <= YOURS, "a file that is named without its folder"
     for module in re.findall(rf"python -m ((?:{'|'.join(TOP)})[\w.]*)", text_of(path)):
         assert importlib.util.find_spec(module), module
     targets = re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), re.MULTILINE)
