@@ -352,6 +352,7 @@ class CallAnalysis(Sources):
 
     def _called(self, frame: Frame, place: int, value: Any, call: CallSite, source: Source) -> None:
         """Notes a call that the profiler does not report: a slot in C (``ref()``, ``list(it)``, ``partial(n)``)."""
+        value = self.cached_function(value)
         kind = type(value)
         if is_changeable(kind) and not is_a(value, type):
             self.attribute(value, "__call__")

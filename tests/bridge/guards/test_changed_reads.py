@@ -127,6 +127,11 @@ another tensor in a dictionary: D = {'a': torch.ones(3, 4)} | 2. + (x is D['a'])
 copied: H = NS(k=[2.]) | copy.deepcopy(H).k[0] | H.k[0] = 3.
 cache held by an object: L = [NS(k=2.)]; H = NS(f=functools.lru_cache(functools.partial(operator.getitem, L)))
   | H.f(0).k | L[0].k = 3.
+cache of a singleton in a loop: class One:~    made = None
+  ~    def __new__(c): c.made = c.made or object.__new__(c); return c.made
+  ~L = [NS(k=2.)]; One().held = functools.lru_cache(functools.partial(operator.getitem, L))
+  ~def read():~    for o in (One().held,): return o(0).k
+  | read() | L[0].k = 3.
 static partial: P = functools.partial(lambda k: k, NS(k=2.))~class C: get = staticmethod(P)~H = C()
   | [h.get().k for h in (H,)][0] | P.args[0].k = 3.
 iterator of one's own: class C: __iter__ = lambda s: iter([s.held])~H = C()
