@@ -68,6 +68,8 @@ TorchDispatchMode: type = find("torch.utils._python_dispatch.TorchDispatchMode")
 
 VF: Any = find("torch._C._VariableFunctions")
 """torch's functions in C, for compiled calls: unaffected by a user's replacement of ``torch.cat``."""
+TensorBase: type = find("torch._C.TensorBase")
+"""The class of a tensor's methods in C, likewise."""
 OpOverload: type = find("torch._ops.OpOverload")
 HigherOrderOperator: type = find("torch._ops.HigherOrderOperator")
 has_kernel: Callable[[str, str], bool] = find("torch._C._dispatch_has_kernel_for_dispatch_key")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -27,6 +27,7 @@ from bridge.base.torch_fakes import fake_type_hidden
 from bridge.base.torch_internals import (
     FakeTensor,
     HigherOrderOperator,
+    TensorBase,
     innermost_transform,
     no_torch_function,
     pytree,
@@ -37,10 +38,11 @@ from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.custom_functions import function_running
 from bridge.capture.draws import unwatched
 from bridge.capture.higher_order import HigherOrder
-from bridge.capture.inplace_rules import InPlaceRules, overlaps_itself
+from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.observation import Output
 from bridge.capture.packed import PackedSequences
 from bridge.capture.recorder import OperatorRecorder, nested
+from bridge.capture.replaced_functions import functions_of_torch, has_replacements, own_function
 from bridge.capture.replay import FunctionReplay
 from bridge.capture.rows import values_in
 from bridge.capture.scalar_guards import (
@@ -52,7 +54,7 @@ from bridge.capture.scalar_guards import (
     numbers_of,
     tensor_of,
 )
-from bridge.capture.select_at import selected, shared_views
+from bridge.capture.select_at import at_numbers, shared_views
 from bridge.capture.whole_functions import HANDLERS
 from bridge.guards import ADDRESSES
 
@@ -94,16 +96,15 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.recorder, self.rules, self.reads_addresses = recorder, rules, False
         self.old_names: list[tuple[int, set[int]]] = []
-        self._uses: list[tuple] = []
-        self._running: Any = None
+        self._uses, self._running = list[tuple](), None
         self._before: list[tuple[torch.Tensor, str, Any]] = []
-        self.bases: set[int] = set()
-        self.arrays = SharedArrays()
+        self.bases, self.arrays = set[int](), SharedArrays()
         self.integers: dict[int, dict[str, Any]] = {}
         #: A key of :data:`bridge.capture.scalar_guards.COUNTS` and a tensor -> the count, which is noted as read.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
         self._calls, self._higher_order = FunctionReplay(recorder), HigherOrder(recorder)
+        self._own = functions_of_torch if has_replacements() else nullcontext
 
     def __enter__(self) -> Functions:
         self.recorder.judge = None if self.rules is None else self._judge
@@ -119,6 +120,7 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         with unwatched() as quiet:
             raise_deferred()
+            func = own_function(func)
             self.reads_addresses |= getattr(func, "__name__", "") in ADDRESSES
             if any(map(_is_of_nested, types)):
                 raise UnsupportedModule("", [nested(getattr(func, "__name__", str(func)), _line())])
@@ -152,7 +154,7 @@ class Functions(TorchFunctionMode):
     def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls a function in the form that a graph can hold → its result."""
         self.recorder.asked = _READ_AS.get(func)
-        if func is torch.Tensor.__int__ or func is torch.Tensor.__len__:
+        if func is TensorBase.__int__ or func is torch.Tensor.__len__:
             names = names_of_reader()
             self.integers[id(names)] = names
         try:
@@ -162,9 +164,11 @@ class Functions(TorchFunctionMode):
 
     def _in_form(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if (handler := HANDLERS.get(func)) is not None:
-            return handler(*args, **kwargs)
+            with self._own():
+                return handler(*args, **kwargs)
         if (form := _FORMS.get(func)) is not None:
-            made = form(self, *args, **kwargs)
+            with self._own():
+                made = form(self, *args, **kwargs)
             if made is not NotImplemented:
                 return made
         return self._calls.call(func, args, kwargs)
@@ -232,7 +236,7 @@ class Functions(TorchFunctionMode):
         original, thread = FakeTensor.tolist, threading.get_ident()
 
         def tolist(x: torch.Tensor) -> Any:
-            return torch.Tensor.tolist(x) if threading.get_ident() == thread else original(x)
+            return TensorBase.tolist(x) if threading.get_ident() == thread else original(x)
 
         with replaced(FakeTensor, tolist=tolist), fake_type_hidden(lambda: threading.get_ident() == thread):
             yield
@@ -439,62 +443,27 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
     return None
 
 
-def _at_numbers(run: Functions, x: torch.Tensor, index: Any, *value: Any) -> Any:
-    """``x[t]`` and ``x[t] = v``: masks are counted, tensors as slice bounds are read, integer tensors stay data."""
-    items = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(each, slice) and any(map(_is_integer, (each.start, each.stop, each.step))) for each in items):
-        bounded = tuple(_bounded(run, each) for each in items)
-        made = _at_numbers(run, x, bounded, *value)
-        if made is not NotImplemented:
-            return made
-        return x.__setitem__(bounded, *value) if value else x[bounded]
-    form = FORMS[torch.Tensor.__setitem__ if value else torch.Tensor.__getitem__]
-    if value and overlaps_itself(x):
-        return form(run.count, x, index, *value)
-    part, rest = selected(x, index)
-    if part is x:
-        return form(run.count, x, index, *value)
-    run.bases.add(storage_id(x))
-    if value:
-        part[rest] = value[0]
-        return None
-    return part[rest] if rest else part
-
-
-def _bounded(run: Functions, item: Any) -> Any:
-    """An item of an index, with numbers for slice bounds that are tensors, which torch reads in C++."""
-    if not isinstance(item, slice):
-        return item
-    bounds = item.start, item.stop, item.step
-    return slice(*[run.numbers(each.reshape(())) if _is_integer(each) else each for each in bounds])
-
-
-def _is_integer(value: Any) -> bool:
-    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype is not torch.bool
-    return is_one and not (value.is_floating_point() or value.is_complex())
-
-
 def _of_counts(form: Callable[..., Any]) -> Callable[..., Any]:
     return lambda run, *args, **kwargs: form(run.count, *args, **kwargs)
 
 
-_READ_AS = {torch.Tensor.__int__: "__int__", torch.Tensor.__bool__: "__bool__"}
+_READ_AS = {TensorBase.__int__: "__int__", TensorBase.__bool__: "__bool__"}
 """Functions that read another number than their operator."""
 
 _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__get__: _detached,
     torch.Tensor.data.__set__: _set_data,
-    torch.Tensor.tolist: _numbers,
-    torch.Tensor.new_tensor: _like_tensors,
+    TensorBase.tolist: _numbers,
+    TensorBase.new_tensor: _like_tensors,
     **{each: partial(_of_tensors, each) for each in (torch.tensor, torch.as_tensor, torch.asarray)},
     **{each: partial(_as_text, each) for each in (torch.Tensor.__repr__, torch.Tensor.__format__)},
-    **{each: partial(_as_array, each) for each in (torch.Tensor.numpy, torch.Tensor.__array__)},
+    **{each: partial(_as_array, each) for each in (TensorBase.numpy, torch.Tensor.__array__)},
     torch.Tensor.__dlpack__: partial(_shared, torch.Tensor.__dlpack__),
-    **{each: partial(_narrowed, each) for each in (torch.narrow, torch.Tensor.narrow)},
+    **{each: partial(_narrowed, each) for each in (torch.narrow, TensorBase.narrow)},
     torch.tensor_split: partial(_split, torch.tensor_split),
-    torch.Tensor.tensor_split: partial(_split, torch.Tensor.tensor_split),
+    TensorBase.tensor_split: partial(_split, TensorBase.tensor_split),
     **{function: _of_counts(form) for function, form in FORMS.items()},
-    torch.Tensor.__getitem__: _at_numbers,
-    torch.Tensor.__setitem__: _at_numbers,
+    TensorBase.__getitem__: at_numbers,
+    TensorBase.__setitem__: at_numbers,
 }
 """torch's function → its replacement, which takes the mode first and returns the result or ``NotImplemented``."""

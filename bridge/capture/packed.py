@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
-from bridge.base.torch_internals import VF, aten, no_torch_function, pack_padded, pad_packed, pytree
+from bridge.base.torch_internals import VF, TensorBase, aten, no_torch_function, pack_padded, pad_packed, pytree
 
 __all__ = ["PACKED_LAYERS", "PackedSequences", "PackedUseError", "packed_layers"]
 
@@ -29,7 +29,7 @@ _ZEROS = VF.zeros
 _WIDE = ({torch.float32}, {torch.float64})
 _OWN = os.path.dirname(__file__)
 _ASKED = {each.__get__ for each in (torch.Tensor.dtype, torch.Tensor.device, torch.Tensor.requires_grad)}
-_ASKED.add(torch.Tensor.dim)
+_ASKED.add(TensorBase.dim)
 """Attributes of packed rows that forward may read, beside their last extent."""
 
 
@@ -89,10 +89,10 @@ class PackedSequences:
             return self._pad(*args, **kwargs)
         if func is _ZEROS:  # the first states of a layer, one for each row of the first step
             args = pytree.tree_map(lambda leaf: self._batch.get(id(leaf), (None, leaf))[1], args)
-        elif not (func in _ASKED or (func == torch.Tensor.size and args[1:] == (-1,))):
+        elif not (func in _ASKED or (func == TensorBase.size and args[1:] == (-1,))):
             self.refuse((args, kwargs))
         made = call(func, args, kwargs)
-        if func == torch.Tensor.__getitem__ and id(args[0]) in self._sizes and type(args[1]) is int and not args[1]:
+        if func == TensorBase.__getitem__ and id(args[0]) in self._sizes and type(args[1]) is int and not args[1]:
             self._batch[id(made)] = made, self._sizes[id(args[0])].lengths.shape[0]
         return made
 

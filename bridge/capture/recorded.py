@@ -39,6 +39,7 @@ from bridge.capture.observation import Observation
 from bridge.capture.passes.stop_gradient import link_functions, mark_overwritten, prepare
 from bridge.capture.precall_guards import recomputed, too_many, uncounted, varies
 from bridge.capture.real_run import RealRun
+from bridge.capture.replaced_functions import functions_of_torch
 from bridge.capture.replay import fakes_of
 from bridge.capture.rows import Record, form_of
 from bridge.capture.sample import DynamicDim
@@ -136,7 +137,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
 def _functional(made: TrainingGraph, name: str, observation: Observation) -> FunctionalGraph:
     """The functional form of a training graph."""
     raise_deferred()
-    with autocast_to(None), quiet():  # its casts are in the graph by now
+    with autocast_to(None), quiet(), functions_of_torch():  # its casts are in the graph by now
         functional = functional_graph(made)
     if isinstance(functional, NotFunctional):
         log.debug("%s cannot be run on fake tensors", name, exc_info=functional.cause)

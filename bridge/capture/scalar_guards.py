@@ -20,7 +20,7 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.errors import TORCH_DIR, Unsupported, is_user_file, line_of
-from bridge.base.torch_internals import VF
+from bridge.base.torch_internals import VF, TensorBase
 from bridge.capture.prepared_twin import PreparedTwin
 
 __all__ = ["COUNTS", "FORMS", "ReadsDifferError", "ScalarGuard", "SharedArrays", "frozen", "line_of_reading"]
@@ -279,22 +279,22 @@ def _distinct(
 
 FORMS: dict[Any, Callable[..., Any]] = {
     VF.nonzero: _nonzero,
-    torch.Tensor.nonzero: _nonzero,
+    TensorBase.nonzero: _nonzero,
     VF.argwhere: _nonzero,
-    torch.Tensor.argwhere: _nonzero,
+    TensorBase.argwhere: _nonzero,
     VF.where: _where,
     VF.masked_select: _masked_select,
-    torch.Tensor.masked_select: _masked_select,
-    torch.Tensor.__getitem__: _gathered,
-    torch.Tensor.__setitem__: _scattered,
+    TensorBase.masked_select: _masked_select,
+    TensorBase.__getitem__: _gathered,
+    TensorBase.__setitem__: _scattered,
     VF.bincount: _bincount,
-    torch.Tensor.bincount: _bincount,
+    TensorBase.bincount: _bincount,
     VF.repeat_interleave: _repeated,
     torch.unique: _unique,
     torch.Tensor.unique: _unique,
     torch.unique_consecutive: _unique_consecutive,
     torch.Tensor.unique_consecutive: _unique_consecutive,
-    torch.Tensor.repeat_interleave: _repeated,
+    TensorBase.repeat_interleave: _repeated,
 }
 """Function with a data-dependent size → its static-shape form. The form takes ``count`` (a name in :data:`COUNTS`, a
 tensor → the number) and the function's arguments, and returns the result or ``NotImplemented``."""

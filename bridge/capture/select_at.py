@@ -17,12 +17,13 @@ import torch
 from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.torch_internals import FakeTensor, aten, has_storage, storage_id
+from bridge.base.torch_internals import FakeTensor, TensorBase, aten, has_storage, storage_id
 from bridge.capture.inplace_rules import overlaps_itself
 from bridge.capture.observation import Output
 from bridge.capture.passes.alias_analysis import aliased, written
+from bridge.capture.scalar_guards import FORMS
 
-__all__ = ["SELECT_AT", "selected", "shared_views", "spell_selections"]
+__all__ = ["SELECT_AT", "at_numbers", "selected", "shared_views", "spell_selections"]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 _library.define("select_at(Tensor(a) x, int dim, Tensor index) -> Tensor(a)")
@@ -39,6 +40,44 @@ _INDEX_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
 """Dtypes of positions; a uint8 or bool index is a mask."""
 _GETITEM = operator.getitem
 _AS_STRIDED = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
+
+
+def at_numbers(run: Any, x: torch.Tensor, index: Any, *value: Any) -> Any:
+    """``x[t]`` and ``x[t] = v``: masks are counted, tensors as slice bounds are read, integer tensors stay data.
+
+    ``run``: the :class:`~bridge.capture.functions.Functions` of the run.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(each, slice) and any(map(_is_integer, (each.start, each.stop, each.step))) for each in items):
+        bounded = tuple(_bounded(run, each) for each in items)
+        made = at_numbers(run, x, bounded, *value)
+        if made is not NotImplemented:
+            return made
+        return x.__setitem__(bounded, *value) if value else x[bounded]
+    form = FORMS[TensorBase.__setitem__ if value else TensorBase.__getitem__]
+    if value and overlaps_itself(x):
+        return form(run.count, x, index, *value)
+    part, rest = selected(x, index)
+    if part is x:
+        return form(run.count, x, index, *value)
+    run.bases.add(storage_id(x))
+    if value:
+        part[rest] = value[0]
+        return None
+    return part[rest] if rest else part
+
+
+def _bounded(run: Any, item: Any) -> Any:
+    """An item of an index, with numbers for slice bounds that are tensors, which torch reads in C++."""
+    if not isinstance(item, slice):
+        return item
+    bounds = item.start, item.stop, item.step
+    return slice(*[run.numbers(each.reshape(())) if _is_integer(each) else each for each in bounds])
+
+
+def _is_integer(value: Any) -> bool:
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype is not torch.bool
+    return is_one and not (value.is_floating_point() or value.is_complex())
 
 
 def selected(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, tuple]:

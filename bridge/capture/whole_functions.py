@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
 from bridge.base.quirks import applies, quirk
-from bridge.base.torch_internals import VF, aten, pytree
+from bridge.base.torch_internals import VF, TensorBase, aten, pytree
 from bridge.base.torch_shapes import check_places
 
 __all__ = ["HANDLERS", "WHOLE_FUNCTIONS", "WholeFunction", "define_whole"]
@@ -339,9 +339,9 @@ def _combinations(input, r=2, with_replacement=False):
     return _combinations_whole(input, r, with_replacement)
 
 
-for _function in (VF.cov, torch.Tensor.cov):
+for _function in (VF.cov, TensorBase.cov):
     HANDLERS[_function] = _cov
-for _function in (VF.corrcoef, torch.Tensor.corrcoef):
+for _function in (VF.corrcoef, TensorBase.corrcoef):
     HANDLERS[_function] = lambda input: _corrcoef_whole(input)
 HANDLERS[VF.combinations] = _combinations
 
@@ -372,7 +372,7 @@ def _as_strided_scatter(function, input, src, size, stride, storage_offset=None)
     return _as_strided_scatter_whole(input, src, size, stride, storage_offset or 0)
 
 
-for _function in (VF.as_strided_scatter, torch.Tensor.as_strided_scatter):
+for _function in (VF.as_strided_scatter, TensorBase.as_strided_scatter):
     HANDLERS[_function] = partial(_as_strided_scatter, _function)
 
 

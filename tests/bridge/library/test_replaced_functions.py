@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import bridge
+from bridge import add_tvm_dispatch, stats
 from bridge.base.torch_internals import VF
 from tests.bridge.test_import import fresh
 
@@ -61,6 +65,61 @@ for expected, found in zip(*ran, strict=True):
 @pytest.mark.parametrize("first", ["", "import bridge.library, bridge.dispatch"], ids=["before", "after"])
 def test_a_replaced_function_is_applied_once(first):
     fresh(SCRIPT.format(first=first))
+
+
+def _attended(h, x):
+    return F.scaled_dot_product_attention(h[None, None], x[None, None], x[None, None])
+
+
+REPLACED = {
+    "a composite operator": ("torch.cat", lambda h, x: torch.stack([h, x])),
+    "a loss": ("torch.log_softmax", lambda h, x: F.cross_entropy(h, torch.tensor([0, 3, 1, 2]))),
+    "a method of a decomposition": ("torch.Tensor.__sub__", lambda h, x: F.huber_loss(h, x)),
+    "a function in C": ("torch.nn.functional.gelu", lambda h, x: F.gelu(h)),
+    "a function in Python": ("torch.nn.functional.softmax", lambda h, x: F.softmax(h, -1)),
+    "inside another one": ("torch.nn.functional.relu", lambda h, x: nn.ReLU()(h)),
+    "with keywords": ("torch.nn.functional.layer_norm", lambda h, x: F.layer_norm(h, (4,), eps=1e-3)),
+    "a loss in Python": ("torch.nn.functional.mse_loss", lambda h, x: F.mse_loss(h, x, reduction="sum")),
+    "attention": ("torch.nn.functional.scaled_dot_product_attention", _attended),
+    "an embedding": ("torch.nn.functional.embedding", lambda h, x: F.embedding(torch.tensor([0, 2]), h)),
+    "of torch.functional": ("torch.norm", lambda h, x: torch.norm(h)),
+    "a method in C": ("torch.Tensor.sum", lambda h, x: (h @ x).sum()),
+    "an operator": ("torch.Tensor.__sub__", lambda h, x: (h - x).abs()),
+    "a method in Python": ("torch.Tensor.norm", lambda h, x: h.norm()),
+    "an index": ("torch.Tensor.__getitem__", lambda h, x: h[1] + h[torch.tensor(2)] + h[x > 0.9].sum()),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_a_replacement_is_applied_as_often_as_in_eager(kind, monkeypatch):
+    """Not by torch's decompositions, nor once more where torch announces a function to a mode by its public name."""
+    path, compute = REPLACED[kind]
+    owner, _, name = path.rpartition(".")
+    owner = eval(owner)
+    own = getattr(owner, name)
+
+    class Computed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return compute(self.inner(x), x)
+
+    torch.manual_seed(0)
+    eager, x = Computed().double(), torch.rand(4, 4).double()
+    module, plain = copy.deepcopy(eager), compute(eager.inner(x), x)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: 2 * own(*args, **kwargs))
+    replacement = getattr(owner, name)
+    add_tvm_dispatch(module, x)
+    found, expected = module(x), eager(x)
+    assert stats(module).hits == 1 and getattr(owner, name) is replacement
+    monkeypatch.undo()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert kind in ("a composite operator", "a loss", "a method of a decomposition") or not torch.equal(found, plain)
+    gradients = [torch.autograd.grad(each.sum(), of.parameters()) for each, of in ((found, module), (expected, eager))]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 ROOM = Path(bridge.__file__).parent
