@@ -130,7 +130,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         if config.getoption("--quick"):
             _keep(items, config, _is_quick)
         return
-    _keep(items, config, lambda item: _is_about(item, DEVICE))
+    _keep(items, config, _is_about)
     for item in items:  # eager warns of every copy of a recurrent module
         item.add_marker(pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk"))
 
@@ -151,7 +151,7 @@ def _keep(items: list[pytest.Item], config: pytest.Config, wanted: Callable[[pyt
     items[:] = filter(wanted, items)
 
 
-def _is_about(item: pytest.Item, device: torch.device) -> bool:
+def _is_about(item: pytest.Item) -> bool:
     """Whether a test is for another device than the CPU: marked ``gpu``, or in a room of any device and not ``cpu``."""
     if item.get_closest_marker("gpu") is not None:
         return True

@@ -20,11 +20,10 @@ from autodiff.extents import Dim, Extent, ExtentScope, SizeGuard, maximum, minim
 from bridge.base.errors import Unsupported, is_user_file, line_of
 from bridge.base.torch_shapes import conclusions, environment, expression, is_decided, range_of
 from bridge.capture.observation import Draw, DropoutOperand, Observation, Output, Parameter
-from bridge.capture.sample import DynamicDim
+from bridge.capture.sample import LEAST, DynamicDim
 
 __all__ = ["NotTranslatedError", "SymbolicSizes", "TensorMetadata", "at_sample", "each_mapped", "extent_of", "holds"]
 
-_LEAST = 2
 _SPECIAL = 'dispatch it without dynamic_shapes for that dimension: on_miss="compile" makes an entry for each size'
 
 
@@ -136,7 +135,7 @@ class SymbolicSizes:
         return {symbol: int(self._environment.backed_var_to_val[symbol]) for symbol in set().union(*symbols)}
 
     def _new(self, name: str, symbol: Any, dims: Sequence[DynamicDim]) -> Dim:
-        low = max([_LEAST, *(each.low for each in dims)])
+        low = max([LEAST, *(each.low for each in dims)])
         high = min([each.high for each in dims if each.high is not None], default=None)
         return self.scope.symbol(name, int(self._environment.backed_var_to_val[symbol]), low, high)
 

@@ -34,7 +34,7 @@ from bridge.state import SampleCall, constant_key
 if TYPE_CHECKING:
     from bridge.capture.real_run import RealRun
 
-__all__ = ["AnyLength", "LoopedCall", "Varying", "comparable", "of_any_length"]
+__all__ = ["AnyLength", "LoopedCall", "Varying", "comparable", "looped_run", "of_any_length", "run_of_any_length"]
 
 
 class RolledMetadata(NamedTuple):
@@ -246,8 +246,6 @@ def _pair(a: Any, b: Any, numbers: Callable[[int, int], Any]) -> Any:
 
 
 log = channel("dispatch")
-
-__all__ = ["looped_run", "run_of_any_length"]
 
 
 def looped_run(call: SampleCall) -> LoopedCall | None:

@@ -316,7 +316,7 @@ class _Reader:
         calls, last = self.calls, self.calls.rows[-1] if self.calls.rows else None
         if row.op is not aten.copy_.default or last is None or last.part is None or barred or len(reads) != 3:
             return False
-        if len(reads) != 3 or through != (2,) or last.makes != (reads[0],) or last.part.of != reads[2]:
+        if through != (2,) or last.makes != (reads[0],) or last.part.of != reads[2]:
             return False
         view, value, whole = (calls.forms[each] for each in reads)
         if (
