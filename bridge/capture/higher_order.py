@@ -22,6 +22,7 @@ from bridge.base.torch_higher_order import is_check_of_devices, is_indexing, lif
 from bridge.base.torch_internals import HigherOrderOperator, aten, innermost_transform, no_torch_function, pytree
 from bridge.capture.custom_functions import functions_of_torchs
 from bridge.capture.flex_attention import attention
+from bridge.capture.replaced_functions import own_function
 
 if TYPE_CHECKING:
     from bridge.capture.recorder import OperatorRecorder
@@ -86,6 +87,7 @@ class AsPython(TorchFunctionMode):
     """While active, higher-order operators run as Python control flow, without Dynamo."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = own_function(func)
         if is_check_of_devices(func):
             return False
         if isinstance(func, HigherOrderOperator) and is_indexing(func, args):
