@@ -22,14 +22,14 @@ FEWER = {"steps=60": "steps=12", "epochs=12": "epochs=6", "lengths = (2, 4, 8)":
 PRELUDE = """
 from bridge.compile.cpu import products
 from bridge.compile.schedule.chain_plan import GENERATED
-from bridge.dispatch import worth
+from bridge.dispatch import profitability
 from bridge.show.memory import PREPARATIONS
 from bridge.trials import Pace
 
 def measured(policy, product, ways, generated=GENERATED):
     return {generated if generated in ways else ways[0]: 1.0}
 
-products.measured, worth._PACE = measured, Pace(fewest=1, most=1, warm_up=2)
+products.measured, profitability._PACE = measured, Pace(fewest=1, most=1, warm_up=2)
 for name in [*PREPARATIONS][1:]:
     del PREPARATIONS[name]
 """

@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "a generator": (lambda m, x, y: (each for each in [y]), (), "a result of type generator"),
     "an object": (lambda m, x, y: Answer(lambda: y), (), "return tensors, or a tuple, a list"),
     "a set": (lambda m, x, y: {1}, (), "a result of type set|unhashable"),
-    "an object's argument": (lambda m, x, y, o: y, (Answer(lambda: X),), "pass what forward takes from it"),
+    "an object's argument": (lambda m, x, y, o: y, (Answer(threading.Lock()),), "pass what forward takes from it"),
     "a function of one's own": (lambda m, x, y: Doubled.apply(y), (), "autograd.Function Doubled"),
     "a checkpoint of one's own": (
         lambda m, x, y: Recomputed.apply(y, m.linear, *m.linear.parameters()),

@@ -161,7 +161,7 @@ def test_lengths_of_a_loop_that_are_not_alike_are_entries_of_their_own_without_a
         compiled.append(call.dims)
         return compile_entry(call, options, **more)
 
-    for module in ("dispatcher", "generalize"):
+    for module in ("dispatcher", "automatic_dynamic"):
         monkeypatch.setattr(f"bridge.dispatch.{module}.compile_entry", counted)
     module = Steps()
     eager = copy.deepcopy(module)

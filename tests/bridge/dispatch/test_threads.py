@@ -232,7 +232,7 @@ class SlowInEager(nn.Module):
         self.__dict__["waiting"], self.__dict__["done"] = threading.Event(), threading.Event()
 
     def forward(self, x):
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread().name == "caller":
             self.waiting.set()
             self.done.wait(60)
         return self.linear(x).unique()
@@ -242,7 +242,7 @@ class SlowInEager(nn.Module):
 @pytest.mark.composes("a train step and adding in a forked child")
 def test_a_fork_in_the_middle_of_another_threads_call():
     module = add_tvm_dispatch(SlowInEager(), on_miss="compile")
-    caller = threading.Thread(target=lambda: module(rows(7)), daemon=True)
+    caller = threading.Thread(target=lambda: module(rows(7)), name="caller", daemon=True)
     caller.start()
     assert module.waiting.wait(60)
     assert child_ends_well(lambda: module(rows(9)))
