@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -42,7 +42,7 @@ from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.observation import Output
 from bridge.capture.packed import PackedSequences
 from bridge.capture.recorder import OperatorRecorder, nested
-from bridge.capture.replaced_functions import functions_of_torch, has_replacements, own_function
+from bridge.capture.replaced_functions import own_function
 from bridge.capture.replay import FunctionReplay
 from bridge.capture.rows import values_in
 from bridge.capture.scalar_guards import (
@@ -104,7 +104,6 @@ class Functions(TorchFunctionMode):
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
         self._calls, self._higher_order = FunctionReplay(recorder), HigherOrder(recorder)
-        self._own = functions_of_torch if has_replacements() else nullcontext
 
     def __enter__(self) -> Functions:
         self.recorder.judge = None if self.rules is None else self._judge
@@ -164,10 +163,10 @@ class Functions(TorchFunctionMode):
 
     def _in_form(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if (handler := HANDLERS.get(func)) is not None:
-            with self._own():
+            with self._calls.own():
                 return handler(*args, **kwargs)
         if (form := _FORMS.get(func)) is not None:
-            with self._own():
+            with self._calls.own():
                 made = form(self, *args, **kwargs)
             if made is not NotImplemented:
                 return made

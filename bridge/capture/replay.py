@@ -9,6 +9,7 @@ takes a tenth of the time of a run. The tensor has eager's strides, also where a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from bridge.base.torch_autograd import apply_function, no_torch_dispatch
 from bridge.base.torch_fakes import fake_of, fake_state, meta_tensor
 from bridge.base.torch_internals import FakeTensorMode
+from bridge.capture.replaced_functions import functions_of_torch, has_replacements
 from bridge.capture.rows import CONSTANTS, FunctionCall, Record, ValueRef, mapped, memory_of, values_in, written
 
 __all__ = ["FunctionReplay", "Replayed", "fakes_of", "has_form"]
@@ -26,10 +28,14 @@ _IN_C = (type(torch.sigmoid), type(torch.Tensor.add), type(torch.Tensor.__add__)
 
 
 class FunctionReplay:
-    """Calls of torch's functions by forward: noted in the real run, replayed in the fake run."""
+    """Calls of torch's functions by forward: noted in the real run, replayed in the fake run.
+
+    Attributes:
+        own: a context for code of this package that stands for a function, in which a user's replacements are not seen.
+    """
 
     def __init__(self, recorder: Any) -> None:
-        self._recorder = recorder
+        self._recorder, self.own = recorder, functions_of_torch if has_replacements() else nullcontext
 
     def call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls or replays ``func(*args, **kwargs)`` → its result."""
