@@ -24,6 +24,7 @@ from bridge.base.errors import Unsupported, UnsupportedModule, user_line
 from bridge.base.modes import replaced
 from bridge.base.threads import raise_deferred, stack_of
 from bridge.base.torch_fakes import fake_type_hidden
+from bridge.base.torch_higher_order import is_check_of_devices
 from bridge.base.torch_internals import (
     FakeTensor,
     HigherOrderOperator,
@@ -131,7 +132,7 @@ class Functions(TorchFunctionMode):
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order.called(func, args, kwargs, quiet.call, self)
-        if self._higher_order.is_check(func):
+        if is_check_of_devices(func):
             return False
         if func in _BACKWARDS:
             reason = "runs a backward inside forward, which adds to gradients that are the caller's"

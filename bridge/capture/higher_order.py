@@ -115,9 +115,6 @@ class Followed(torch.autograd.Function):
 class HigherOrder:
     """Runs the higher-order operators of a run as Python control flow; ``recorder``: the run's."""
 
-    is_check = staticmethod(is_check_of_devices)
-    """Whether a torch function is a check of ``flex_attention``'s, to be answered ``False``."""
-
     def __init__(self, recorder: OperatorRecorder) -> None:
         self._recorder, self._is_inside = recorder, False
 

@@ -153,8 +153,8 @@ def _longest(lengths: torch.Tensor) -> torch.Tensor:
 
 #: Name -> count of a tensor: its nonzero elements; its sum; the first of positive lengths that never rise, else -1; a
 #: number of bins with a lower bound.
-COUNTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"set": _set, "total": torch.Tensor.sum}
-COUNTS |= {"longest": _longest, "bins": torch.Tensor.sum}
+COUNTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"set": _set, "total": TensorBase.sum}
+COUNTS |= {"longest": _longest, "bins": TensorBase.sum}
 
 
 def _positions(count: Count, x: torch.Tensor) -> torch.Tensor:
