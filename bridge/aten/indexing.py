@@ -255,18 +255,33 @@ def as_strided(importer, node, x, size, stride, storage_offset=None):
 
 
 def _strided_positions(node, size, stride, storage_offset):
-    """Positions, in row-major order, of the elements that a size, strides and an offset select."""
+    """Places in ``node``'s operand, in row-major order, of the elements that a size, strides and an offset select.
+
+    The operand may be a view, whose strides are eager's (:mod:`bridge.capture.functional` compares them): a place in
+    memory is looked for among its elements'.
+    """
     fake = node.args[0].meta["val"]
     numbers_only("a geometry in memory", fake.shape, size, stride, storage_offset)
     if isinstance(fake, TensorMetadata):
         raise UnsupportedUse("a geometry in memory where sizes vary", "use slices, permute, expand or unfold")
-    if not fake.is_contiguous() or fake.untyped_storage().nbytes() != fake.numel() * fake.element_size():
-        raise UnsupportedUse("as_strided of a tensor that is a view itself", "use slices, permute, expand or unfold")
-    positions = np.full(tuple(size), storage_offset or 0, dtype="int64")
+    start = fake.storage_offset()
+    wanted = _in_memory(size, stride, start if storage_offset is None else storage_offset)
+    own = _in_memory(fake.shape, fake.stride(), start).reshape(-1)
+    order = np.argsort(own, kind="stable")
+    place = np.minimum(np.searchsorted(own[order], wanted), own.size - 1)
+    if wanted.size and (not own.size or (own[order][place] != wanted).any()):
+        raise UnsupportedUse("as_strided outside of the view's own elements", "use slices, permute, expand or unfold")
+    if len(np.unique(own)) < own.size:
+        raise UnsupportedUse("as_strided of a view whose elements share memory", "use slices, permute or unfold")
+    return order[place] if wanted.size else wanted
+
+
+def _in_memory(size, stride, offset):
+    """Places in memory, in row-major order, of the elements of a tensor."""
+    places = np.full(tuple(size), offset, dtype="int64")
     for axis, (extent, step) in enumerate(zip(size, stride, strict=True)):
-        steps = np.arange(extent, dtype="int64") * step
-        positions = positions + steps.reshape([-1 if other == axis else 1 for other in range(len(size))])
-    return positions
+        places = places + (np.arange(extent, dtype="int64") * step).reshape([-1] + [1] * (len(size) - 1 - axis))
+    return places
 
 
 def _require_device(node):

@@ -50,6 +50,7 @@ from bridge.capture.passes.alias_analysis import OF, ROW, aliased, memory_at, wr
 from bridge.capture.passes.decompositions import composite_formulas, formulas, may_raise, whole_operators
 from bridge.capture.refusals import explain_error
 from bridge.capture.rows import key_of, mapped
+from bridge.capture.select_at import AS_STRIDED
 from bridge.capture.symbolic_run import POOLINGS
 from bridge.capture.training_graph import SizeNodes, TrainingGraph
 
@@ -96,6 +97,8 @@ def functional_graph(training: TrainingGraph) -> FunctionalGraph | NotFunctional
                 except Exception as error:  # noqa: BLE001 - a formula of torch's may raise any error
                     swallowed(error)
                     return NotFunctional(_not_made(node, error, emitter.symbolic), error)
+                if kinds is not None and (problem := _moved_in_memory(node, args)) is not None:
+                    return problem
                 if kinds is not None and node.meta.get(OF) is node.target and not _writes(node):
                     if (problem := _other_than_eagers(node, made, args, kwargs, memory)) is not None:
                         return problem
@@ -143,6 +146,22 @@ def _other_than_eagers(
         return None
     reason = "copies in eager what it views on fake tensors, or the reverse, and one of the two is written"
     return NotFunctional(Unsupported(str(node.target), where or "forward", reason, "clone before the write"))
+
+
+def _moved_in_memory(node: fx.Node, args: tuple) -> NotFunctional | None:
+    """A refusal if ``as_strided`` finds its tensor's elements at other places than in eager."""
+    if node.target not in AS_STRIDED:
+        return None
+    (eager, start), (ours, at) = (
+        (each.stride(), each.storage_offset()) for each in (node.args[0].meta["val"], args[0])
+    )
+    if eager == ours and (start == at == 0 or (start == at and len(node.args) < 4)):
+        return None
+    reason = (
+        "its tensor has other strides after functionalization" if eager != ours else "its tensor begins inside another"
+    )
+    where = user_line(node.meta.get("stack_trace")) or "forward"
+    return NotFunctional(Unsupported(str(node.target), where, reason, "call contiguous() before it"))
 
 
 def _is_given_away(node: fx.Node, memory: Sequence[int | None]) -> bool:

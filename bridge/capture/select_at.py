@@ -23,7 +23,7 @@ from bridge.capture.observation import Output
 from bridge.capture.passes.alias_analysis import aliased, written
 from bridge.capture.scalar_guards import FORMS
 
-__all__ = ["SELECT_AT", "at_numbers", "selected", "shared_views", "spell_selections"]
+__all__ = ["AS_STRIDED", "SELECT_AT", "at_numbers", "selected", "shared_views", "spell_selections"]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 _library.define("select_at(Tensor(a) x, int dim, Tensor index) -> Tensor(a)")
@@ -39,7 +39,7 @@ SELECT_AT = torch.ops.tvm_dispatch.select_at.default
 _INDEX_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
 """Dtypes of positions; a uint8 or bool index is a mask."""
 _GETITEM = operator.getitem
-_AS_STRIDED = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
+AS_STRIDED = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
 
 
 def at_numbers(run: Any, x: torch.Tensor, index: Any, *value: Any) -> Any:
@@ -156,7 +156,7 @@ def _spell(graph: fx.Graph, node: fx.Node) -> Iterator[Unsupported]:
         copied = _call(graph, aten.index.Tensor, (x, place), node.meta["val"], node)
     changed = False
     for position, each in enumerate(later[: last + 1]):
-        if each.target in _AS_STRIDED and views.intersection(each.all_input_nodes):
+        if each.target in AS_STRIDED and views.intersection(each.all_input_nodes):
             yield Unsupported(str(each.target), where, "looks at memory around a position that a tensor gives")
         elif aliased(each) in views and each not in views and not written(each):
             with graph.inserting_after(each):  # it copied a strided view, and would return the copy itself

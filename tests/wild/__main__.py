@@ -21,8 +21,9 @@ import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from bridge.quirks import all_quirks
 from tests.wild.compare import verdict_on
-from tests.wild.families import Family, families
+from tests.wild.families import Family, families, without_cuda
 
 LIMIT_S = 300
 VERDICTS = ("hit", "entries", "parts", "misses", "refused", "WRONG", "CRASH", "left out")
@@ -80,6 +81,8 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    without_cuda()
+    all_quirks()  # imports all of this package once, not in each fork
     out = options.out
     found = dict(map(json.loads, out.read_text().splitlines())) if out and out.exists() else {}
     for family in families():
@@ -87,7 +90,7 @@ def main() -> None:
         if name in found or (options.texts and not any(text in name for text in options.texts)):
             continue
         with contextlib.suppress(ImportError):
-            family.imported()  # once, not in each fork
+            family.imported()
         began = time.monotonic()
         verdict, words = found[name] = in_a_process(family)
         print(f"{verdict:9s} {name:48s} {time.monotonic() - began:4.0f} s  {words[:200]}", flush=True)

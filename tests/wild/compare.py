@@ -11,6 +11,7 @@ from torch import nn
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.base.pytrees import packed
 from bridge.base.torch_internals import pytree
+from bridge.dispatch import PartStats
 from tests.wild.families import Call, Family
 
 __all__ = ["verdict_on"]
@@ -157,7 +158,7 @@ def verdict_on(family: Family) -> tuple[str, str]:
             return "WRONG", f"step {i}: {each}"
     found = stats(module)
     told = f"{found.hits} hits, {len(found.entries)} entries"
-    if refused:
+    if isinstance(found, PartStats):
         return "parts", f"{refused}; {told}, {100 * found.coverage:.0f} %"
     if found.misses:
         return "misses", f"{told}: {next(iter(found.misses))}"
@@ -178,4 +179,6 @@ def _added(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[str,
         except UnsupportedModule:
             return words, False
         return words, True
-    return "", True
+    found = stats(module)
+    eager = found.eager if isinstance(found, PartStats) else ()
+    return next((str(each.problems[0]).splitlines()[0] for each in eager), ""), True

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Family", "families"]
+__all__ = ["Family", "families", "without_cuda"]
 
 Call = tuple[tuple, dict[str, Any]]
 
@@ -31,7 +31,7 @@ class Family:
 
     def imported(self) -> list[Any]:
         """The modules whose names the expressions use."""
-        _without_cuda()
+        without_cuda()
         modules = [importlib.import_module(each) for each in _MODULES.get(self.package, [self.package])]
         for name in ("schnet", "dimenet", "gnnff", "visnet") if self.package == "torch_geometric" else ():
             importlib.import_module(f"torch_geometric.nn.models.{name}").radius_graph = _radius_graph
@@ -216,7 +216,7 @@ def _radius_graph(pos: torch.Tensor, r: float, batch: torch.Tensor, loop: bool =
 
 
 @functools.cache
-def _without_cuda() -> torch.library.Library:
+def without_cuda() -> torch.library.Library:
     """Operators that torchvision requires: its CUDA build cannot load its own with a torch without CUDA."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     if torch.version.cuda is None:

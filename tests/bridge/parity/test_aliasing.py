@@ -294,6 +294,29 @@ def test_as_strided_in_place():
     check_module(WritesThroughStrides, rows)
 
 
+STRIDED_VIEWS = {
+    "transposed": lambda y: y.t().as_strided((4, 2), (1, 4)),
+    "copied into": lambda y: torch.empty(4, 3).to(y).t().copy_(y).as_strided((4, 2), (1, 3)),
+    "a half": lambda y: y.chunk(2, 1)[1].as_strided((3, 2), (4, 1)),
+    "chunks that overlap": lambda y: y.t()[1:].reshape(1, 3, 3).as_strided((3, 2, 2), (1, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("function", STRIDED_VIEWS.values(), ids=STRIDED_VIEWS)
+def test_as_strided_of_a_view(function):
+    """transformers' Longformer makes chunks that overlap of a view."""
+    check_module(lambda: Function(lambda x: function(x * 2)), rows)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda y: y.chunk(2, 1)[1].as_strided((3, 2), (4, 1), 0), lambda y: y.unfold(1, 2, 1).as_strided((3, 2), (1, 4))],
+)
+def test_as_strided_of_other_memory_than_the_views_is_refused(function):
+    with pytest.raises(UnsupportedModule, match=r"begins inside another|elements share memory"):
+        add_tvm_dispatch(Function(lambda x: function(x * 2)), rows())
+
+
 class RunsAutograd(nn.Module):
     def forward(self, x):
         return x * torch.autograd.grad(x.square().sum(), x)[0]
