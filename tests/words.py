@@ -95,10 +95,10 @@ def _blocks_removed(text: str) -> dict[int, str]:
 
 def found(kinds: dict[str, str], paths: Sequence[str] = (), *, code: bool = False) -> list[Hit]:
     """The lines that match; ``code``: of whole Python files, not of their prose alone."""
-    hits = []
+    hits, any_kind = [], re.compile("|".join(kinds.values()), re.I)
     for file in _files(paths):
         text = (ROOT / file).read_text(encoding="utf-8")
-        if file in _PAGES:
+        if file in _PAGES or not any_kind.search(text):
             continue
         if file.endswith(".py"):
             lines = dict(enumerate(text.splitlines(), 1)) if code else _prose(text)
