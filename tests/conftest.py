@@ -80,7 +80,8 @@ def _few_rounds():
 def _known_as_frozen():
     """Frozen objects are not counted again for every module that is added: a million objects took 30 ms."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.base.collector._has_frozen", lambda: True)
+        patch.setattr("bridge.base.collector.has_frozen", lambda: True)
+        patch.setattr("bridge.guards.objects.has_frozen", lambda: True)
         yield
 
 
@@ -185,6 +186,17 @@ def _made_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
     names.update({name: moved(value) for name, value in constants.items() if not name.startswith("__")})
     with factories_on(DEVICE):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_anew() -> Iterator[None]:
+    """Freezes objects that outlive a file (modules of torch that it imported first, kernels), which are never garbage.
+
+    Each recorded call looks through all other objects.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

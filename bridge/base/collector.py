@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-__all__ = ["are_frozen", "collection_paused", "give_back_pages", "only_new_objects_collected"]
+__all__ = ["are_frozen", "collection_paused", "give_back_pages", "has_frozen", "only_new_objects_collected"]
 
 #: Python 3.12 counts its immortal objects (375 tuples of builtin types) as frozen after every full collection.
 #: A user's ``gc.freeze`` freezes the interpreter's thousands of objects as well.
@@ -26,7 +26,7 @@ _OURS: list[bool] = []
 """One for each active :func:`only_new_objects_collected`, which has frozen the older objects."""
 
 
-def _has_frozen() -> bool:
+def has_frozen() -> bool:
     """Whether the user has frozen objects; counts all frozen objects."""
     return gc.get_freeze_count() > _IMMORTAL
 
@@ -42,7 +42,7 @@ def only_new_objects_collected() -> Iterator[None]:
 
     Does nothing where the user has frozen objects (before a fork, say): unfreezing would release those as well.
     """
-    if _has_frozen():
+    if has_frozen():
         yield
         return
     gc.freeze()

@@ -23,7 +23,7 @@ from weakref import ProxyTypes, ref
 import torch
 from torch import nn
 
-from bridge.base.collector import are_frozen
+from bridge.base.collector import are_frozen, has_frozen
 from bridge.base.threads import free_in_children
 from bridge.guards.kinds import CONTAINERS, PLAIN, is_a
 from bridge.state import dict_of
@@ -153,8 +153,8 @@ def classes_in(value: Any) -> list[type]:
 
 _OWN_REFERENCES = 2
 """References to an object under inspection that this code holds: a variable and an argument."""
-_PYTHONS = 5000
-"""With a higher count, the user has frozen objects: they stay frozen, and the existing objects are listed instead."""
+_address = object.__hash__
+"""Like ``id``, which raises an audit event: with an audit hook, a call of Python for every object of the process."""
 _lock = free_in_children(threading.Lock())
 _frozen: list[bool] = []
 """An item for each active run: whether the first of them froze the collector."""
@@ -174,7 +174,7 @@ class Strangers:
     def lifetimes(self) -> Iterator[None]:
         """While active, the call's new objects can be told from earlier ones."""
         with _lock:
-            freezes = _frozen[-1] if _frozen else not are_frozen() and gc.get_freeze_count() < _PYTHONS
+            freezes = _frozen[-1] if _frozen else not are_frozen() and not has_frozen()
             if freezes and not _frozen:
                 gc.freeze()
             _frozen.append(freezes)
@@ -213,12 +213,15 @@ class Strangers:
         """The objects that existed before the run, with the reads of each."""
         if not self._held:
             return []
-        made, found = set(map(id, gc.get_objects())) - set(map(id, self._before)), []
+        alive, found = (held() if is_a(held, weakref.ref) else held for held in self._held.values()), []
+        made = set(map(_address, alive))
+        made.intersection_update(map(_address, gc.get_objects()))
+        made.difference_update(map(_address, self._before))
         for of in list(self._held):
             value = self._held.pop(of)
             value = value() if is_a(value, weakref.ref) else value
             if value is None:
                 continue
-            if of not in made if gc.is_tracked(value) else sys.getrefcount(value) > _OWN_REFERENCES:
+            if _address(value) not in made if gc.is_tracked(value) else sys.getrefcount(value) > _OWN_REFERENCES:
                 found.append((value, list(self._reads[of])))
         return found

@@ -14,14 +14,14 @@ from bridge.base import collector
 from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.lowering import reuse
 
-_HAS_FROZEN = collector._has_frozen
+_HAS_FROZEN = collector.has_frozen
 
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_is_frozen():
     """The collector's state as in a user's process; conftest.py freezes the objects of the test process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collector, "_has_frozen", _HAS_FROZEN)
+        patch.setattr(collector, "has_frozen", _HAS_FROZEN)
         gc.unfreeze()
         yield
     gc.collect()

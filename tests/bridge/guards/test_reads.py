@@ -29,7 +29,8 @@ from torch.nn import functional as F
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.capture import record_call
-from bridge.guards import Reads
+from bridge.guards import Reads, functions
+from bridge.guards.objects import Strangers
 from bridge.state import SampleCall
 
 
@@ -477,3 +478,26 @@ def test_what_a_module_runs_while_it_is_imported_is_not_followed(tmp_path, monke
     sys.modules["imported_late"].K = 4.0
     torch.testing.assert_close(module(x), x.tanh() * 4)
     assert (stats(module).hits, stats(module).misses.total()) == (1, 1)
+
+
+def test_earlier_objects_are_told_apart_without_an_audit_event_for_each(monkeypatch):
+    class Hearing(dict):
+        asked = 0
+
+        def __bool__(self):
+            self.asked += 1
+            return False
+
+    class Object:
+        pass
+
+    with functions.audited(lambda event, arguments: None):  # adds the hook
+        pass
+    monkeypatch.setattr(functions, "_hearing", hearing := Hearing())
+    many, before, strangers = [[] for _ in range(2000)], Object(), Strangers()
+    with strangers.lifetimes():
+        strangers.note(before, ("is read",))
+        strangers.note(made := Object(), ("is read",))
+        asked = hearing.asked
+        assert strangers.known_before() == [(before, [("is read",)])]
+    assert hearing.asked - asked < len(many) and made is not before
