@@ -94,16 +94,6 @@ FORMS: dict[str, tuple[Column, ...]] = {
         number("ours, first step s", "ours_first_s", ".1f"),
         number("torch.compile, first step s", "torch_compile_first_s", ".1f"),
     ),
-    "tuned": (
-        _BLOCK,
-        number("eager ms", "eager_ms"),
-        number("ours ms", "before_ms"),
-        number("tuned ms", "after_ms"),
-        ratio("tuned / ours", "after_ms", "before_ms"),
-        ratio("tuned / eager", "after_ms", "eager_ms", bold=False),
-        number("candidates", "trials", "d"),
-        Column("kept", lambda row: row.get("kept", "")),
-    ),
     "compile": (
         _MODULE,
         number("add_tvm_dispatch s", "ours_first_add_s"),

@@ -18,7 +18,6 @@ from bridge.api import (
     remove_tvm_dispatch,
     save_compiled,
     stats,
-    tune,
     visualize,
 )
 from bridge.base.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule
@@ -28,20 +27,18 @@ if TYPE_CHECKING:
     from bridge.examine import Coverage
     from bridge.lower import Lowered
     from bridge.show import Report
-    from bridge.tune import TuningResult
 
 __version__: str = "0.1.0"
 
-__all__ = ["CompilationError", "Coverage", "DispatchMiss", "DispatchStats", "Lowered", "Report", "TuningResult"]
+__all__ = ["CompilationError", "Coverage", "DispatchMiss", "DispatchStats", "Lowered", "Report"]
 __all__ += ["Unsupported", "UnsupportedModule", "__version__", "add_tvm_dispatch", "examine", "explain"]
-__all__ += ["load_compiled", "lower", "remove_tvm_dispatch", "save_compiled", "stats", "tune", "visualize"]
+__all__ += ["load_compiled", "lower", "remove_tvm_dispatch", "save_compiled", "stats", "visualize"]
 
 _ROOMS = {
     "Coverage": "bridge.examine",
     "DispatchStats": "bridge.dispatch",
     "Lowered": "bridge.lower",
     "Report": "bridge.show",
-    "TuningResult": "bridge.tune",
 }
 """Result classes → the packages that define them, imported at the first access."""
 
@@ -57,7 +54,7 @@ def __dir__() -> list[str]:
 
 
 class _Face(ModuleType):
-    """Keeps ``lower``, ``examine`` and ``tune`` functions: importing a submodule binds it to its name here."""
+    """Keeps ``lower`` and ``examine`` functions: importing a submodule binds it to its name here."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (isinstance(value, ModuleType) and isinstance(vars(self).get(name), FunctionType)):

@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     from bridge.lower import Lowered
     from bridge.lowering import LoweredCall, Stage
     from bridge.show import Report
-    from bridge.tune import TuningResult
     from partition import Strategy
 
 __all__ = ["add_tvm_dispatch", "examine", "explain", "load_compiled", "lower", "remove_tvm_dispatch", "save_compiled"]
-__all__ += ["stats", "tune", "visualize"]
+__all__ += ["stats", "visualize"]
 
 Module = TypeVar("Module", bound=nn.Module)
 Stated = TypeVar("Stated", bound=Callable[..., Any])
@@ -321,57 +320,6 @@ def visualize(
     Example:
         >>> visualize(lower(module, sample), "joint").render("joint", format="svg")
         >>> visualize(stats(module).entries[0].forward, kernel="k0")
-    """
-
-
-@_done_by("bridge.tune")
-def tune(
-    module: nn.Module,
-    sample_input: Any,
-    *,
-    sample_kwargs: Mapping[str, Any] | None = None,
-    minutes: float = 2.0,
-    log: str | os.PathLike | None = None,
-    partition: Any = "min_cut",
-    target: Any = None,
-    freeze: bool = False,
-    memory: float = 1.0,
-    progress: bool = True,
-) -> TuningResult:
-    """Autotunes the compilation of ``module(sample)`` on this machine; stores the result in the disk cache.
-
-    Every later ``add_tvm_dispatch`` of an equal call (operators, sizes, element types, number of threads, machine,
-    versions) uses the result, in this process and in others. Unchanged: the module, dispatched or not, its parameters,
-    buffers and gradients, and torch's generators.
-
-    Tunables: algorithm and tiles of matrix products, rows per task, vector width, values cached or recomputed, limits
-    of fusion, the partition's budget. Each candidate is timed in turns against the best so far, in one process, and
-    accepted if it is faster by more than the noise. A final A/B timing compares the tuned step with the current one;
-    without a confirmed gain nothing is stored.
-
-    Args:
-        module: in the mode (train, eval) to tune. Call ``tune`` in the modes of the call: under ``no_grad`` for
-            inference, under autocast.
-        sample_input, sample_kwargs: as for :func:`bridge.add_tvm_dispatch`, with the real sizes.
-        minutes: time limit of the trials, including the logged trials of interrupted runs. The first compilation and
-            the final A/B timing are extra.
-        log: a file to which each trial is appended as a line of JSON. A call with the log of an interrupted tuning
-            resumes it. One file may serve many calls.
-        partition, target, freeze: as for :func:`bridge.add_tvm_dispatch`; results are stored per combination.
-        memory: upper limit of the saved bytes, as a multiple of the bytes saved without tuning.
-        progress: whether a bar shows the time and the best so far, where ``tqdm`` is installed.
-
-    Returns:
-        the tuned choices and times; ``print`` it.
-
-    Raises:
-        TypeError: ``module`` is no module, the sample does not fit it, or an argument is of another type.
-        ValueError: an argument is out of range, or the disk cache, which stores the result, is off.
-        UnsupportedModule: as for :func:`bridge.add_tvm_dispatch`; also for a call whose result cannot be stored.
-
-    Example:
-        >>> tune(model, batch, minutes=5, log="bert.jsonl")
-        >>> add_tvm_dispatch(model, batch)
     """
 
 

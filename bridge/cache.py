@@ -7,7 +7,7 @@
     python -m bridge.cache pack BertForMaskedLM bert.pack
     python -m bridge.cache unpack bert.pack
 
-A pack holds the artifacts for the lowerings of one module class: programs, kernels, measured products, tuned choices,
+A pack holds the artifacts for the lowerings of one module class: programs, kernels, measured products,
 code for GPUs. Unpacking requires the same processor features and the same versions of torch, TVM and this package. Its
 kernels are machine code: unpack it only from a trusted source.
 """
@@ -41,7 +41,7 @@ from bridge.compile import host_features
 __all__ = ["main", "pack", "unpack"]
 
 _PACK = "pack"
-_OF_ALL = ("trial", "tuning", "cuda")
+_OF_ALL = ("trial", "cuda")
 """Kinds of artifacts without a lowering: packed in full, since they are small or keyed by source alone."""
 
 

@@ -6,7 +6,7 @@ The only place that chooses by the clock:
    machine affects all. :func:`shortest` takes the minimum over rounds of kernels, since other load only lengthens them;
    :func:`ratios` takes the median over rounds of whole steps.
 2. :func:`as_quick` and :func:`chosen` decide with a margin: among candidates about as quick as the quickest, the order
-   of preference decides, not the clock. :func:`is_faster` decides a :class:`Race` of two by its noise.
+   of preference decides, not the clock.
 3. :class:`Trials` answers a :class:`Question` once per process and measures it once per machine. The disk cache keeps
    the seconds, not the choice: every process derives the same choice from them.
 4. A :class:`Decision` prints the candidates, their times and the choice; ``BRIDGE_LOGS=compile`` shows each.
@@ -33,8 +33,8 @@ from bridge.base.log import channel
 from bridge.base.session import SESSION
 from bridge.base.threads import held, renewed_in_children
 
-__all__ = ["KERNELS", "KIND", "TRIALS", "Decision", "Pace", "Pairs", "Question", "Race", "RunTimer", "Spans", "Step"]
-__all__ += ["Trials", "as_quick", "chosen", "is_faster", "ratio_of", "ratios", "seconds_of", "shortest"]
+__all__ = ["KERNELS", "KIND", "TRIALS", "Decision", "Pace", "Question", "RunTimer", "Spans", "Step"]
+__all__ += ["Trials", "as_quick", "chosen", "ratios", "seconds_of", "shortest"]
 
 _LOG = channel("compile")
 
@@ -74,13 +74,8 @@ class Pace:
         begun = self.clock()
         repeats = self._warmed_up(steps, leave_out)
         found: Rounds = []
-        again = 0
-        while len(found) < self.most and not (len(found) >= self.fewest and self._is_enough(found, begun)):
+        while len(found) < self.most and not (len(found) >= self.fewest and self.clock() - begun > self.seconds):
             found.append(self._round({name: steps[name] for name in repeats}, repeats, found))
-            if len(found) >= self.fewest and again < self.most:
-                kept = self._kept(found)
-                again += len(found) - len(kept)
-                found = kept
         return found
 
     def runs(self) -> Iterator[int]:
@@ -107,7 +102,7 @@ class Pace:
 
     def _round(self, steps: Mapping[str, Step], repeats: Mapping[str, int], before: Rounds) -> dict[str, float]:
         best, found = shortest(before), {}
-        for name in self._order(list(steps), len(before)):
+        for name in steps:
             if len(before) > 1 and best[name] > self.hopeless * min(best.values()):
                 continue
             found[name] = self._timed(steps[name], repeats[name])
@@ -119,16 +114,6 @@ class Pace:
         for _ in range(count):
             step()
         return max(self.clock() - begun, 1e-9) / count
-
-    def _order(self, names: list[str], number: int) -> list[str]:
-        return names
-
-    def _is_enough(self, found: Rounds, begun: float) -> bool:
-        return self.clock() - begun > self.seconds
-
-    def _kept(self, found: Rounds) -> Rounds:
-        """The valid rounds; the others are run again."""
-        return found
 
 
 def shortest(rounds: Rounds) -> dict[str, float]:
@@ -151,74 +136,6 @@ KERNELS = Pace(fewest=3, most=20, seconds=4e-3, warm_up=1, at_a_time=30e-6, hope
 def seconds_of(steps: Mapping[str, Step], pace: Pace = KERNELS) -> dict[str, float]:
     """The shortest time of each candidate in seconds; candidates for which torch has no kernel are left out."""
     return shortest(pace.rounds(steps, _IMPOSSIBLE))
-
-
-Pairs = list[tuple[float, float]]
-"""Seconds of two candidates, round by round."""
-
-_SPREAD = 1.4826
-"""Standard deviation divided by median absolute deviation, for a normal distribution."""
-
-_OF_A_MEDIAN = 1.2533
-"""Standard error of a median divided by that of a mean, for a normal distribution."""
-
-_DEVIATIONS = 3.0
-"""Standard errors by which the median ratio must be below 1: chance alone exceeds that once in 700."""
-
-_WINS = 0.75
-"""Least share of the rounds in which the faster candidate must have been faster."""
-
-
-def ratio_of(pairs: Pairs) -> float:
-    """The median of the rounds' ratios, second to first."""
-    return statistics.median(b / a for a, b in pairs)
-
-
-def is_faster(pairs: Pairs, gain: float) -> bool:
-    """Whether the second candidate is faster by more than ``gain`` (a share of the time) and more than the noise."""
-    if len(pairs) < 3:
-        return False
-    shares = [b / a for a, b in pairs]
-    middle = statistics.median(shares)
-    spread = _SPREAD * statistics.median(abs(each - middle) for each in shares)
-    error = _OF_A_MEDIAN * spread / math.sqrt(len(shares))
-    wins = sum(each < 1 for each in shares) / len(shares)
-    return middle + max(gain, _DEVIATIONS * error) < 1 and wins >= _WINS
-
-
-@dataclass(frozen=True)
-class Race(Pace):
-    """A pace for two whole steps, whose order alternates between rounds; calling it returns their seconds.
-
-    A challenger that is not ahead after the fewest rounds is given up. Outlier rounds are run again.
-
-    Attributes:
-        outlier: a round in which a step exceeds this multiple of its own median is run again.
-    """
-
-    fewest: int = 5
-    most: int = 21
-    seconds: float = 6.0
-    warm_up: int = 2
-    outlier: float = 1.5
-
-    def __call__(self, one: Step, other: Step) -> Pairs:
-        """Pairs of seconds of the known step and of its challenger."""
-        return _pairs(self.rounds({"one": one, "other": other}))
-
-    def _order(self, names: list[str], number: int) -> list[str]:
-        return names[::-1] if number % 2 else names
-
-    def _is_enough(self, found: Rounds, begun: float) -> bool:
-        return super()._is_enough(found, begun) or ratio_of(_pairs(found)) >= 1
-
-    def _kept(self, found: Rounds) -> Rounds:
-        limits = {name: self.outlier * statistics.median(each[name] for each in found) for name in found[0]}
-        return [each for each in found if all(spent <= limits[name] for name, spent in each.items())]
-
-
-def _pairs(rounds: Rounds) -> Pairs:
-    return [(each["one"], each["other"]) for each in rounds]
 
 
 def as_quick(seconds: Mapping[str, float], margin: float) -> list[str]:

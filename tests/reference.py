@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "reference.md"
 
 PUBLIC = {
     "Functions": {
-        "bridge/api.py": "add_tvm_dispatch remove_tvm_dispatch stats explain examine lower tune visualize "
+        "bridge/api.py": "add_tvm_dispatch remove_tvm_dispatch stats explain examine lower visualize "
         "save_compiled load_compiled",
     },
     "Results": {
@@ -28,7 +28,6 @@ PUBLIC = {
         "bridge/examine.py": "Coverage",
         "bridge/lower.py": "Lowered",
         "bridge/show/report.py": "Report",
-        "bridge/tune/tuning.py": "TuningResult",
     },
     "Errors": {"bridge/base/errors.py": "UnsupportedModule Unsupported CompilationError DispatchMiss"},
     "Callbacks": {

@@ -69,17 +69,6 @@ def test_inference(tmp_path, monkeypatch, capsys):
     assert "| ours / quickest other |" in capsys.readouterr().out
 
 
-@pytest.mark.sweep
-def test_tuned(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["python"])
-    monkeypatch.setenv("BRIDGE_CACHE", "0")
-    monkeypatch.setenv("BRIDGE_CACHE_DIR", "")
-    main(["tuned", "--quick", "--json", str(tmp_path / "tuned.json")])
-    (row,) = Results.load(tmp_path / "tuned.json").rows
-    assert {"eager_ms", "before_ms", "after_ms"} <= row.keys() and row["trials"] >= 1 and row["kept"] == "no"
-    assert "| tuned / ours |" in capsys.readouterr().out
-
-
 class Words(torch.nn.Module):
     """Has the arguments of transformers' BERT, whose capture would take longer (``test_trainer_uses`` has it)."""
 

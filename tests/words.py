@@ -41,7 +41,6 @@ OLD = {
     "saved-tensor heuristics": r"\brows[_ ]again\b|\bshort[_ ]chains?\b|\bkept[_ ]casts?\b|\bjoined[_ ]behind\b",
     "layout-agnostic graph": r"\bneutral (graph|node)s?\b",
     "lanes of a split reduction": r"\bstrands?\b",
-    "tunable": r"\bknobs?\b",
     "in-kernel Philox draw at an offset": r"\bplaced[_ ]draws?\b",
     "recomputed dropout mask": r"(?<!re)\bcomputed masks?\b",
     "static and copied graph inputs": r"\bbuffered ports?\b|\bdirect ports?\b",

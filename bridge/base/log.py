@@ -33,7 +33,6 @@ CHANNELS: Mapping[str, str] = {
     "cache": "what the disk cache gave and took; why it is not used",
     "compile": "compiled programs: steps, bytes, seconds by stage; every step",
     "dispatch": "entries that are added, evicted, refused",
-    "tune": "choices that were tuned, candidates and what became of them",
     "reuse": "calls that are lowered already",
     "graphs": "programs that are recorded as graphs of a device, or are not any more, and why",
     "mt19937": "random masks that are left to torch",

@@ -19,7 +19,7 @@ from bridge.compile.cuda.products import Gpu, gpu_of
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
 from bridge.compile.graphs.executor import EntryGraphs
 from bridge.compile.options import CompileOptions
-from bridge.compile.pipeline import Compilation, compile_function, products_and_calls
+from bridge.compile.pipeline import Compilation, compile_function
 from bridge.compile.runtime.build import settle
 from bridge.compile.runtime.cut import Liveness, Segment, cut
 from bridge.compile.runtime.executor import with_constants
@@ -27,19 +27,18 @@ from bridge.compile.runtime.instance import evaluator
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, Operation
 from bridge.compile.runtime.kernel_store import canonical_text, functions_of
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop
-from bridge.compile.runtime.program import Program, same_code
+from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.storage import load as load_program
 from bridge.compile.runtime.storage import save as save_program
-from bridge.compile.schedule.chain_plan import CallShape, ProductShape
-from bridge.compile.schedule.choices import CALLS, LIMITS, NO_CHOICES, ORDER, PARTITION, PRODUCTS, Choices
+from bridge.compile.schedule.chain_plan import ProductShape
 from bridge.compile.signature import KeptFunction, digest_of
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask
 
-__all__ = ["CALLS", "DEGREE", "DOUBLE", "FLOAT", "IN_A_ROW", "LIMITS", "MODES", "NO_CHOICES", "ORDER", "PARTITION"]
-__all__ += ["PER_BLOCK", "PRODUCTS", "STATE_WORDS", "WORDS", "Backend", "Built", "CallLibrary", "CallShape", "Choices"]
-__all__ += ["Compilation", "CompileOptions", "DrawnMask", "EntryGraphs", "Gpu", "Instruction", "KeptFunction", "Launch"]
+__all__ = ["DEGREE", "DOUBLE", "FLOAT", "IN_A_ROW", "MODES", "PER_BLOCK"]
+__all__ += ["STATE_WORDS", "WORDS", "Backend", "Built", "CallLibrary", "Compilation"]
+__all__ += ["CompileOptions", "DrawnMask", "EntryGraphs", "Gpu", "Instruction", "KeptFunction", "Launch"]
 __all__ += ["Liveness", "MakeView", "Mode", "Operation", "ProductShape", "Program", "RecordedGraphs", "RunLoop"]
 __all__ += ["Segment", "backend_for", "bernoulli_function", "canonical_text", "compile_function", "cut", "digest_of"]
 __all__ += ["evaluator", "functions_of", "gpu_of", "hold_function", "host_backend", "host_features", "load_program"]
-__all__ += ["products_and_calls", "same_code", "save_program", "settle", "swap_function", "with_constants"]
+__all__ += ["save_program", "settle", "swap_function", "with_constants"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from tvm.tirx import PrimFunc
 
 from autodiff.lazy import cached_property
 from bridge.compile.loop_ir.operations import LookupPlan, PackPlan, PoolPlan, ProductPlan, ScatterPlan
-from bridge.compile.schedule.chain_plan import CallShape, ChainPlan, ColumnPlan, ProductPolicy, ProductShape
-from bridge.compile.schedule.choices import NO_CHOICES, Alternative, Choices
+from bridge.compile.schedule.chain_plan import ChainPlan, ColumnPlan, ProductPolicy
 from bridge.compile.schedule.horizontal_fusion import HorizontalFusionPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
@@ -56,23 +55,10 @@ class Backend(ABC):
     """One target; implements the :class:`~bridge.compile.schedule.limits.Rules` of passes and schedule.
 
     Frozen: backends of equal keys compile a function to the same code.
-
-    Attributes:
-        choices: differences from the target's default backend; see :meth:`choosing`.
     """
 
     order: ReductionOrder
     limits: Limits
-    choices: Choices = field(default=NO_CHOICES, kw_only=True)
-
-    def choosing(self, choices: Choices) -> Backend:
-        """This backend with ``choices``. ``ValueError``: the backend has other choices, or a value is invalid."""
-        if self.choices and choices != self.choices:
-            raise ValueError(f"wanted a backend without choices, got one of {self.choices}")
-        if not choices or choices == self.choices:
-            return self
-        limits, order = self.limits.having(**dict(choices.limits)), replace(self.order, **dict(choices.order))
-        return replace(self, limits=limits, order=order, choices=choices)
 
     @property
     def of_steps(self) -> Backend:
@@ -82,24 +68,9 @@ class Backend(ABC):
         return replace(self, limits=limits.having(parallel_work=work, streams=1))
 
     @property
-    def alternatives(self) -> tuple[Alternative, ...]:
-        """Tunables with alternative values, the most promising first."""
-        return ()
-
-    @property
     def measures_products(self) -> bool:
         """Whether the algorithm variants of a matrix product are timed at the first use of its class."""
         return False
-
-    def seconds_of_ways(self, product: ProductShape) -> Mapping[str, float]:
-        """Times the algorithm variants of a product class now, also variants that first use skips: name → seconds.
-
-        Leaves out variants that are clearly slower; empty if there is only one variant."""
-        return {}
-
-    def seconds_of_forms(self, call: CallShape) -> Mapping[str, float]:
-        """Times a library function (first) and its equivalent variants now: name → seconds; empty without variants."""
-        return {}
 
     @abstractmethod
     def machine(self) -> tuple:

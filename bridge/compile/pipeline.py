@@ -49,9 +49,7 @@ from bridge.compile.options import CompileOptions
 from bridge.compile.passes.chains import Chain, chains_in
 from bridge.compile.passes.cheap import add_few_rows, cast_where_read, count_where_read, recompute_row_values
 from bridge.compile.passes.choose_layouts import (
-    calls_in,
     choose_layouts,
-    choose_variants,
     make_walkable,
     recompute_permutations,
 )
@@ -70,13 +68,13 @@ from bridge.compile.runtime.link import assemble
 from bridge.compile.runtime.loop_frame import inner_steps
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.storage import keep_program, kept_program
-from bridge.compile.schedule.chain_plan import CallShape, ProductPolicy, ProductShape
+from bridge.compile.schedule.chain_plan import ProductPolicy, ProductShape
 from bridge.compile.signature import KeptFunction, digest_of, size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate
 from bridge.trials import TRIALS, Question
 
-__all__ = ["STEPS", "Compilation", "chosen_chains", "compile_function", "optimize", "products_and_calls"]
+__all__ = ["STEPS", "Compilation", "chosen_chains", "compile_function", "optimize"]
 
 STEPS, CHAIN = "steps", "chain"
 
@@ -296,26 +294,12 @@ class _Graphs:
         counts = options.grad_outs, options.constants, lasting
         placed = choose_layouts(neutral, self._backend, policy, *counts, chained, dict(options.orders))
         graph = optimize(placed, self._backend)
-        self.calls = calls_in(graph)
-        if self._backend.choices.calls and not options.deterministic:
-            graph = choose_variants(graph, self._backend.choices.calls)
         if options.sums_in_place:
             graph = accumulate(graph)
         self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)
         inside = replace(options, grad_outs=0, constants=0, orders=(), given_orders=())
         scans = [node.scan for node in self._graph.nodes if isinstance(node, LoopCall)]
         self._bodies = {scan.body: _body(scan, inside, policy) for scan in scans}
-
-    def all_calls(self) -> list[CallShape]:
-        """Classes of library calls that have several variants, in loop bodies as well."""
-        return [*self.calls, *(call for body in self._bodies.values() for call in body.graphs.all_calls())]
-
-    def all_products(self) -> dict[ProductShape, str]:
-        """Classes of products with their algorithms, in loop bodies as well."""
-        found = dict(self._policy.met())
-        for body in self._bodies.values():
-            found |= body.graphs.all_products()
-        return found
 
     def program(self, name: str, seconds: float, scope: ExtentScope | None = None) -> Program:
         """Assembles the program; ``seconds``: the time that making the graphs took."""
@@ -357,15 +341,6 @@ def _body(scan: Scan, options: CompileOptions, policy: ProductPolicy) -> _LoopBo
 
 def _parts_of_carry(policy: ProductPolicy, element_type: str, rows: int, inner: int, columns: int) -> int:
     return policy.parts(ProductShape(element_type, 1, rows, columns, inner), is_step=True, is_carried=True)
-
-
-def products_and_calls(
-    func: Function, options: CompileOptions
-) -> tuple[tuple[tuple[ProductShape, str], ...], tuple[CallShape, ...]]:
-    """Classes of a function's matrix products with their algorithms, and of its library calls with variants."""
-    policy = options.backend.products(options.threads, options.deterministic)
-    graphs = _Graphs(func, options, policy)
-    return tuple(graphs.all_products().items()), tuple(graphs.all_calls())
 
 
 def optimize(graph: Graph, backend: Backend) -> Graph:

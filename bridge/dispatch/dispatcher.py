@@ -47,8 +47,6 @@ from bridge.dispatch.automatic_dynamic import AutomaticDynamicShapes
 from bridge.dispatch.compile_entry import (
     backend_of_call,
     compile_entry,
-    has_other_choices,
-    installed_tuner,
     require_capturable,
 )
 from bridge.dispatch.entries import CompileBudget, DispatchStats, Entries, advice, no_entry
@@ -416,20 +414,18 @@ class Dispatcher:
         """:meth:`add` without generalizing existing entries; ``looped``: the call with loops of any length."""
         require_capturable(call.name)
         options, dims = self._options(call), set(call.dims)
-        backend, tuner = options.backend, installed_tuner()
-        if tuner is not None and not dims:
-            tuner(call, options)
+        backend = options.backend
         if self.options.freeze:
             self._frozen_anew(call)  # also picks up changes without a version count
         fitting = [entry for entry in self.entries.all if entry.guard.holds(call)]
         for served in fitting:
-            if self._is_alike(served, backend, dims) and not served.readings and not has_other_choices(served):
+            if self._is_alike(served, backend, dims) and not served.readings:
                 log.info("%r serves the call already", served)
                 return served
         entry = compile_entry(call, options, looped=looped)
         replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
         for served in replaced:
-            if self._is_alike(served, backend, dims) and served.options.tuned == entry.options.tuned:
+            if self._is_alike(served, backend, dims):
                 return served
         if not (entry.has_loops and any(known.has_loops for known in self.entries.all)):  # once, not for each length
             with entry.guard.trial():

@@ -54,7 +54,6 @@ class EntryOptions:
         freeze: whether the module's tensors become constants, if no gradients are wanted.
         graphs: control of the programs' CUDA graphs; ``None``: no graphs.
         dims: the dynamic dimensions.
-        tuned: the tuned choices; ``None``: defaults.
         steady: whether to refuse a module whose random draws select the code to run.
     """
 
@@ -63,7 +62,6 @@ class EntryOptions:
     freeze: bool = False
     graphs: RecordedGraphs | None = None
     dims: tuple[DynamicDim, ...] = ()
-    tuned: Any = None
     steady: bool = False
 
 

@@ -4,15 +4,12 @@ A call costs tens of microseconds before any kernel runs: the guard, an ``autogr
 kernels regain that, unless eager itself takes no longer. The user decides whether to dispatch: the timing changes no
 call.
 
-:class:`TimedStep` runs forward and backward without side effects: the entry gets detached leaves that share the
-module's memory, and copies of buffers that a call writes. So no gradient, hook, buffer or counter of the user changes;
-:func:`unnoticed` restores the generators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +26,7 @@ from bridge.dispatch.entry import Entry
 from bridge.state import SampleCall, Snapshot, generators_put_back
 from bridge.trials import Pace, chosen, shortest
 
-__all__ = ["TOO_SMALL", "Profitability", "TimedStep", "measure_profitability", "unnoticed"]
+__all__ = ["TOO_SMALL", "Profitability", "measure_profitability"]
 
 _OURS, _EAGER = "dispatched", "eager"
 TOO_SMALL = "Dispatch a larger module around it, or leave it to eager"
@@ -58,35 +55,6 @@ class Profitability:
         return f"eager is quicker: {1e6 * self.ours:.0f} us dispatched, {1e6 * self.eager:.0f} us eager"
 
 
-class TimedStep:
-    """One step without side effects; a call runs it and waits. ``GuardFailure``: the entry does not serve the call."""
-
-    def __init__(self, entry: Entry, call: SampleCall):
-        self.entry, self._module = entry, call.module
-        captured = entry.lowered.captured
-        written = {index for index, _ in captured.mutated}
-        self._inputs = []
-        for index, tensor in enumerate(entry.guard.match(call)):
-            own = tensor.detach()
-            if index in written:
-                own = own.clone()
-            self._inputs.append(own.requires_grad_(tensor.requires_grad))
-        self._wanted = [self._inputs[index] for index in entry.lowered.wanted]
-        self._device = captured.device
-        self._seeds: list[torch.Tensor] = []
-
-    def __call__(self) -> None:
-        self.results()
-        if self._device != HOST:
-            torch.cuda.synchronize(self._device)
-
-    def results(self) -> list[torch.Tensor]:
-        """Results of the step, then the existing gradients, for fixed random grad_outs."""
-        with nullcontext() if self._wanted else torch.no_grad():
-            made = self.entry(list(self._inputs), self._module)
-        return _with_gradients(made, self._wanted, self._seeds)
-
-
 def _with_gradients(result: Any, wanted: Sequence[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of a result, then the existing gradients of ``wanted``; ``seeds`` caches the grad_outs."""
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -107,7 +75,7 @@ def _seed(output: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def unnoticed(entry: Entry, module: nn.Module) -> Iterator[None]:
+def _unnoticed(entry: Entry, module: nn.Module) -> Iterator[None]:
     """Context that restores generators and the module's Python state at its end."""
     drawn = {default_generator(draw.device) for draw in entry.lowered.captured.draws}
     before = Snapshot(module)
@@ -151,7 +119,7 @@ def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | Non
     if any(tensor.grad_fn is not None or tensor._backward_hooks for tensor in wanted):
         return None
     try:
-        with unnoticed(entry, module):
+        with _unnoticed(entry, module):
             seeds: list[torch.Tensor] = []
             steps = {_OURS: lambda: entry(list(inputs), module), _EAGER: call.forward}
             runs = {name: lambda step=step: _with_gradients(step(), wanted, seeds) for name, step in steps.items()}

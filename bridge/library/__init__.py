@@ -6,7 +6,6 @@
 
 # Importing these registers their functions and kernels.
 from bridge.library import attention, convolution, draws, indexing, operators, recurrent  # noqa: F401
-from bridge.library.convolution import FORMS
 from bridge.library.operators import waits_for_the_device
 from bridge.library.registry import (
     ALIGNMENT,
@@ -24,5 +23,5 @@ from bridge.library.registry import (
     invoke_into,
 )
 
-__all__ = ["ALIGNMENT", "DRAWS", "DRAWS_AT_OFFSET", "FORMS", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_KERNELS"]
+__all__ = ["ALIGNMENT", "DRAWS", "DRAWS_AT_OFFSET", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_KERNELS"]
 __all__ += ["REDRAWS", "TensorAt", "TensorsAt", "dense", "invoke", "invoke_into", "waits_for_the_device"]

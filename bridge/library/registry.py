@@ -36,8 +36,8 @@ INTO_GIVEN: dict[str, Function] = {}
 
 NEVER_RAISE = frozenset(
     "mm mm_lt mm_wide mm_biased bmm bmm_wide mm_swapped linear packed pad cat stack cumsum cumprod convolution "
-    "convolution_last convolution_in_channels_last convolution_by_product max_pool "
-    "max_pool_last avg_pool avg_pool_last adaptive_avg_pool adaptive_avg_pool_last attention flip adaptive_max_pool "
+    "convolution_last max_pool max_pool_last avg_pool avg_pool_last adaptive_avg_pool adaptive_avg_pool_last "
+    "attention flip adaptive_max_pool "
     "upsample upsample_last "
     "scaled_dot_product_flash_attention recurrent_layer recurrent_layers sort sorted_keys topk "
     "erfc atan2 ran".split()

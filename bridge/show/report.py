@@ -58,19 +58,18 @@ _PRODUCTS = frozenset(["mm", "mm_lt", "mm_biased", "mm_swapped", "linear", "pack
 
 def choices_of(entry: Entry) -> Iterator[str]:
     """Yields a line for each choice, or kind of choices, of an entry."""
-    tuned, backend = entry.options.tuned, entry.options.backend
-    if tuned is not None:
-        yield str(tuned)
-        yield from (f"{each} (tuned)" for each in tuned.choices.words(backend.limits, backend.order))
     if layers := sum(step.name == "recurrent_layers" for step in entry.forward.steps):
         calls = "1 call" if layers == 1 else f"{layers} calls"
         yield f"{calls} of recurrent layers: cuDNN's kernels, by sizes for which these were measured to be quicker"
     products = sum(_products(program.steps) for program in (entry.forward, entry.backward) if program is not None)
     if products:
-        ways = "measured at first use, small ones the library's" if backend.measures_products else "the library's"
-        others = "others " if tuned is not None and tuned.choices.products else ""
-        yield f"{products} matrix products: {others}{ways}"
-    yield "everything else: default" if tuned is not None else "limits, orders and partition: default; not tuned"
+        ways = (
+            "measured at first use, small ones the library's"
+            if entry.options.backend.measures_products
+            else "the library's"
+        )
+        yield f"{products} matrix products: {ways}"
+    yield "limits, orders and partition: default"
 
 
 def _products(steps: tuple[Instruction, ...]) -> int:
@@ -112,7 +111,7 @@ class EntryReport:
         seconds: compile time by stage.
         lowered: every stage.
         sizes: with dynamic shapes, the symbols, their guards, and the sizes for which the entry is bound.
-        choices: the compilation's choices and their sources: default, measured at first use, tuned.
+        choices: the compilation's choices and their sources: default, measured at first use.
         reads: places outside the module's tensors and attributes that forward read.
         check: the source of the generated guard function.
     """

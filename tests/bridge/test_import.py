@@ -23,7 +23,7 @@ ROOMS = {
     **dict.fromkeys(["add_tvm_dispatch", "remove_tvm_dispatch", "stats"], "bridge.dispatch"),
     **dict.fromkeys(["explain", "visualize"], "bridge.show"),
     **dict.fromkeys(["save_compiled", "load_compiled"], "bridge.export"),
-    **{"examine": "bridge.examine", "lower": "bridge.lower", "tune": "bridge.tune"},
+    **{"examine": "bridge.examine", "lower": "bridge.lower"},
 }
 
 
@@ -60,15 +60,15 @@ def test_a_function_takes_what_its_room_takes(name):
 
 
 def test_a_submodule_of_the_same_name_leaves_the_function():
-    names = ["examine", "lower", "tune"]
+    names = ["examine", "lower"]
     found = fresh(f"""
 import bridge
 functions = [getattr(bridge, name) for name in {names}]
-import bridge.examine, bridge.lower, bridge.tune.search
+import bridge.examine, bridge.lower
 assert [getattr(bridge, name) for name in {names}] == functions
 print(*(function.__name__ for function in functions))""")
     assert found.split() == names
-    assert pickle.loads(pickle.dumps(bridge.tune)) is bridge.tune
+    assert pickle.loads(pickle.dumps(bridge.lower)) is bridge.lower
 
 
 def test_modes_of_the_first_call_see_nothing_of_the_import():
@@ -140,7 +140,7 @@ import bridge
 from bridge.base.session import SESSION
 SESSION.reset("programs", "choices", "lowerings", "complaints", "stores")
 kinds = set(SESSION._caches)
-import bridge.dispatch, bridge.export, bridge.show, bridge.tune
+import bridge.dispatch, bridge.export, bridge.show
 print(*(SESSION._caches.keys() ^ kinds))""")
     assert found == ""
 

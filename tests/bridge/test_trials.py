@@ -14,12 +14,10 @@ from bridge.trials import (
     KERNELS,
     Pace,
     Question,
-    Race,
     Spans,
     Trials,
     as_quick,
     chosen,
-    is_faster,
     ratios,
     seconds_of,
     shortest,
@@ -89,38 +87,6 @@ def test_no_round_begins_when_the_time_is_over(fewest, most, seconds, wanted):
 def test_an_error_of_a_step_is_the_callers():
     with pytest.raises(RuntimeError, match="no kernel"):
         Pace(warm_up=1).rounds({"no": fails})
-
-
-@pytest.mark.parametrize(
-    ("ratios", "wanted"),
-    [
-        ([0.9] * 7, True),
-        ([1.0] * 7, False),
-        ([0.999] * 7, False),
-        ([0.9, 0.9], False),
-        ([0.7, 0.8, 1.2, 0.9, 1.1, 0.95, 1.05], False),
-        ([0.90, 0.91, 0.89, 0.9, 3.0, 0.92, 0.9], True),
-        ([1.1] * 7, False),
-    ],
-)
-def test_faster_is_more_than_noise(ratios, wanted):
-    assert is_faster([(2.0, 2.0 * ratio) for ratio in ratios], 0.005) is wanted
-
-
-def test_a_race_takes_turns_and_gives_up_early():
-    clock = Turns()
-    race = Race(warm_up=1, clock=clock)
-    assert race(*clock.steps(one=1.0, other=1.25).values()) == [(1.0, 1.25)] * 5 and clock.runs == 12
-    assert clock.names[2:8] == ["one", "other", "other", "one", "one", "other"]
-    pairs = Race(most=9, seconds=1e9, clock=clock)(clock.step(1.0), clock.step(0.75))
-    assert pairs == [(1.0, 0.75)] * 9
-
-
-def test_outliers_are_run_again():
-    clock = Clock()
-    slow = clock.step(1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 7.0, 1.0)
-    pairs = Race(warm_up=1, most=9, seconds=1e9, clock=clock)(slow, clock.step(0.5))
-    assert pairs == [(1.0, 0.5)] * 9 and clock.runs == 2 * (1 + 9 + 2)
 
 
 @pytest.mark.parametrize("margin", [0.95, 0.97, 1 / 1.2])

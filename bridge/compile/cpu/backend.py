@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import tvm
@@ -18,31 +17,25 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from bridge.base.log import channel
-from bridge.base.torch_internals import VF
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import CpuLibraries, fingerprint, kernel_source
 from bridge.compile.cpu.gemm import chain_function, gemm_function, packed_gemm_function, packing_function
 from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.loops import generate, generate_columns, scheduled
 from bridge.compile.cpu.products import CpuProducts, Multiply, generated_types
-from bridge.compile.cpu.threads import in_a_plain_thread, step_driver
+from bridge.compile.cpu.threads import step_driver
 from bridge.compile.loop_ir.operations import Packing, PackPlan, ProductPlan
-from bridge.compile.runtime.build import build_kernels, settle
+from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.executor import Executor, bind_all
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.loop_frame import RunLoop
 from bridge.compile.runtime.program import Program
-from bridge.compile.schedule.chain_plan import CallShape, ChainPlan, ColumnPlan, ProductShape
-from bridge.compile.schedule.choices import LIMITS as OF_LIMITS
-from bridge.compile.schedule.choices import ORDER as OF_ORDER
-from bridge.compile.schedule.choices import Alternative
+from bridge.compile.schedule.chain_plan import ChainPlan, ColumnPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.row_plan import RowPlan
-from bridge.library import FORMS, FUNCTIONS, TensorAt, invoke
-from bridge.trials import seconds_of
 
-__all__ = ["ALTERNATIVES", "LANES", "LIMITS", "ORDER", "CpuBackend", "host_backend"]
+__all__ = ["LANES", "LIMITS", "ORDER", "CpuBackend", "host_backend"]
 
 _LOG = channel("compile")
 
@@ -98,31 +91,6 @@ LIMITS = Limits.of(
     streams=1,
 )
 
-ALTERNATIVES = (
-    Alternative(OF_LIMITS, "cheap_in_known_rows", (0, 2, 8, 16)),
-    Alternative(OF_LIMITS, "tasks", (16, 32, 128, 256)),
-    Alternative(OF_ORDER, "lanes", (32, 8)),
-    Alternative(OF_ORDER, "interleaved", ((8, 4, 2, 1), (2, 1), (1,))),
-    Alternative(OF_LIMITS, "column_vectors", (1, 2, 8)),
-    Alternative(OF_LIMITS, "nodes", (16, 32, 160)),
-    Alternative(OF_LIMITS, "buffers", (12, 24, 96)),
-    Alternative(OF_ORDER, "most_chunks", (8, 16, 64)),
-    Alternative(OF_ORDER, "chunk_elements", (4096, 65_536)),
-    Alternative(OF_LIMITS, "flat_row", (1024, 2048, 16_384)),
-    Alternative(OF_LIMITS, "short_row", (64, 128, 512, 1024)),
-    Alternative(OF_LIMITS, "parallel_work", (60_000, 1_000_000)),
-    Alternative(OF_LIMITS, "parallel_steps", (30_000, 250_000)),
-    Alternative(OF_LIMITS, "parallel_columns", (40_000, 600_000)),
-    Alternative(OF_LIMITS, "shared_elements", (512, 65_536)),
-    Alternative(OF_LIMITS, "serial_elements", (8192, 131_072)),
-    Alternative(OF_LIMITS, "terms", (8, 32)),
-    Alternative(OF_LIMITS, "joined_sections", (1, 16)),
-    Alternative(OF_LIMITS, "section_operators", (1, 12)),
-    Alternative(OF_LIMITS, "placed_sections", (0,)),
-)
-"""The tunables' candidates. A vector of 32 lanes is two registers of AVX-512; 8 lanes are one of AVX2."""
-
-
 #: LLVM unrolls a loop completely if the result has fewer instructions than this, then the loop around it likewise. With
 #: its default, 300, a short column sum (6 chunks of rows of 48 vectors) grows to 14,000 instructions, half a second of
 #: compilation, and is no faster. At 270 nearly all other kernels keep their machine code; at 220 a softmax over 128
@@ -157,17 +125,12 @@ class CpuBackend(Backend):
 
     @property
     def key(self) -> str:
-        chosen = [f" {each}" for each in (self.choices.products, self.choices.calls) if each]
-        return f"cpu {self.target} {self.order} {self.limits}{''.join(chosen)}"
+        return f"cpu {self.target} {self.order} {self.limits}"
 
     @property
     def _code_key(self) -> str:
         """The dependencies of kernels besides their functions; backends with other limits share kernels."""
         return f"cpu {self.target} {self.order}"
-
-    @property
-    def alternatives(self) -> tuple[Alternative, ...]:
-        return ALTERNATIVES
 
     def machine(self) -> tuple:
         return fingerprint()
@@ -184,18 +147,11 @@ class CpuBackend(Backend):
         return ()
 
     def products(self, threads: int, deterministic: bool) -> CpuProducts:
-        built = self._multiply, self._multiply_packed
-        return CpuProducts(self.target, *built, threads, deterministic, chosen=self.choices.products)
+        return CpuProducts(self.target, self._multiply, self._multiply_packed, threads, deterministic)
 
     @property
     def measures_products(self) -> bool:
         return not torch.are_deterministic_algorithms_enabled()
-
-    def seconds_of_ways(self, product: ProductShape) -> Mapping[str, float]:
-        return self.products(self.threads(), torch.are_deterministic_algorithms_enabled()).seconds_of_all(product)
-
-    def seconds_of_forms(self, call: CallShape) -> Mapping[str, float]:
-        return {} if torch.are_deterministic_algorithms_enabled() else _seconds_of_forms(call)
 
     def _multiply(self, element_type: str) -> Multiply:
         (built,) = self.build([self._product(element_type)])
@@ -264,41 +220,3 @@ class CpuBackend(Backend):
 
     def source(self, function: PrimFunc, name: str, form: str) -> str:
         return kernel_source(function, name, self.target, form)
-
-
-_ROUNDING = 1e-3
-"""Relative to the largest number, the maximum difference between two orders of a sum; wrong results differ by more."""
-
-
-def _seconds_of_forms(call: CallShape) -> Mapping[str, float]:
-    """Times the function (first) and its variants: name → seconds; leaves out variants that fail or differ."""
-    settle()
-    return in_a_plain_thread(lambda: seconds_of(_runs(call)))
-
-
-def _runs(call: CallShape) -> dict[str, Callable[[], list[torch.Tensor]]]:
-    tensors = list(map(_tensor, call.operands))
-    arguments = [TensorAt(int(each[1:])) if isinstance(each, str) else each for each in call.arguments]
-    names = [name for name in (call.name, *FORMS[call.name]) if name in FUNCTIONS]
-    runs = {name: partial(invoke, FUNCTIONS[name], arguments, tensors) for name in names}
-    wanted = runs[call.name]()
-    return {name: run for name, run in runs.items() if name == call.name or _is_same(name, run, wanted)}
-
-
-def _tensor(operand: tuple[str, tuple[int, ...], tuple[int, ...]]) -> torch.Tensor:
-    """Random numbers in the operand's memory layout."""
-    name, extents, strides = operand
-    tensor = VF.empty_strided(extents, strides, dtype=getattr(torch, name))
-    generator = torch.Generator().manual_seed(0)
-    return tensor.copy_(VF.randn(extents, generator=generator))
-
-
-def _is_same(name: str, run: Callable[[], list[torch.Tensor]], wanted: list[torch.Tensor]) -> bool:
-    try:
-        found = run()
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        _LOG.debug("%s is no form of a call: %s", name, error)
-        return False
-    pairs = list(zip(found, wanted, strict=True))
-    alike = all(mine.shape == its.shape and mine.dtype == its.dtype for mine, its in pairs)
-    return alike and all((mine - its).abs().max() <= _ROUNDING * its.abs().max() for mine, its in pairs)

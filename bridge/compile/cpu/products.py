@@ -167,9 +167,8 @@ def _operand(batch: int, rows: int, columns: int, layout: LayoutClass, dtype: to
     return VF.ones(batch, rows, columns, dtype=dtype)
 
 
-_SMALL, _SMALLEST = 2**15, 2**9
-"""Multiplications below which a product is torch's (little to gain, and our first product costs a compilation); the
-minimum for which tuning tries the other algorithms."""
+_SMALL = 2**15
+"""Multiplications below which a product is torch's: little to gain, and our first product costs a compilation."""
 
 _WASTE = 2
 """Maximum ratio of computed elements, padded to whole register tiles, to the result's; above, torch's is better."""
@@ -192,9 +191,6 @@ _RELATIVE_RATE = {"float32": 1.0, "float64": 0.5}
 _TALL, _SHORT = 1344, 112
 """Maximum rows of one task. Each task packs its part of ``b``, which favours tall tasks; short ones are more even."""
 
-_TUNED = ((28, 1), (56, 1), (224, 1), (448, 1), (1344, 2), (448, 2), (112, 2), (1344, 6))
-"""Additional tasks for tuning alone: maximum rows, and the divisor of the widest block of ``b``."""
-
 _STEPS_AT_A_TIME = 4e-4
 """Seconds of a measurement of a loop's products at a time: a product finds its predecessor's data in the caches."""
 
@@ -216,7 +212,6 @@ class CpuProducts:
         threads: that products will run on.
         deterministic: nothing is timed, products are torch's.
         measure: replaces timing, for tests.
-        chosen: tuned algorithms of product classes, which first use does not time.
     """
 
     target: Target
@@ -225,9 +220,7 @@ class CpuProducts:
     threads: int
     deterministic: bool = False
     measure: Measure | None = None
-    chosen: tuple[tuple[ProductShape, str], ...] = ()
     _asked: dict[ProductShape, str] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _small: dict[ProductShape, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     keeps_order = False
     joins = False
@@ -248,14 +241,9 @@ class CpuProducts:
         # A small product in a loop takes less time than Python between two of torch's.
         if is_small and product.b.lasting and IN_PANELS in self.ways(product):
             return IN_PANELS
-        product = shape_class(product, self.threads)
-        tuned = dict(self.chosen).get(product)
-        if tuned is not None:
-            self._asked[product] = tuned
-            return tuned
         if is_small:
-            self._small[product] = usual
             return usual
+        product = shape_class(product, self.threads)
         way = self._asked[product] = self._quickest(product)
         return way
 
@@ -278,22 +266,12 @@ class CpuProducts:
     def made(self) -> tuple[tuple, ...]:
         return tuple(self._asked.items())
 
-    def met(self) -> tuple[tuple[ProductShape, str], ...]:
-        return tuple((self._small | self._asked).items())
-
     def adopt(self, choices: Sequence[Sequence]) -> bool:
-        wanted, tuned = {}, dict(self.chosen)
-        for product, way in choices:
-            self._asked[product] = way
-            if product in tuned:
-                if tuned[product] != way:
-                    return False
-                continue
-            wanted[self._question(product)] = way
-        return TRIALS.adopt(wanted)
+        self._asked.update(choices)
+        return TRIALS.adopt({self._question(product): way for product, way in choices})
 
-    def ways(self, product: ProductShape, tuning: bool = False) -> list[str]:
-        """The algorithms of a product, torch's own first, generated code last; ``tuning``: with more of it."""
+    def ways(self, product: ProductShape) -> list[str]:
+        """The algorithms of a product, torch's own first, generated code last."""
         ways = library_ways(product)
         tile = register_tile(self.target)
         if product.element_type not in _RELATIVE_RATE or tile is None:
@@ -315,12 +293,7 @@ class CpuProducts:
             tallest, widest = tasks[way]
             return way == GENERATED or product.m > tallest or (widest < tile.panels and panels > widest)
 
-        return [*ways, *filter(cuts_otherwise, tasks if tuning else _USUAL)]
-
-    def seconds_of_all(self, product: ProductShape) -> dict[str, float]:
-        """Times the algorithms of :meth:`ways` and further tiles now: name → seconds; empty if there is no choice."""
-        is_chosen = getattr(torch, product.element_type).is_floating_point and product.multiplications >= _SMALLEST
-        return {} if self.deterministic or not is_chosen else measured(self, product, self.ways(product, tuning=True))
+        return [*ways, *filter(cuts_otherwise, tasks)]
 
     def runs(self, product: ProductShape, trial: ProductTrial, ways: Sequence[str]) -> dict[str, Callable[[], None]]:
         """A function for each algorithm that computes a product in a trial's memory."""
@@ -417,11 +390,9 @@ def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) ->
 
 @functools.cache
 def _tasks(tile: RegisterTile) -> Mapping[str, tuple[int, int]]:
-    """Maximum rows and panels of one task, by algorithm; tuning's are named by strips of register tiles and panels."""
+    """Maximum rows and panels of one task, by algorithm."""
     heights = (rows // tile.rows * tile.rows for rows in (_TALL, _SHORT))
-    usual = {way: (rows, tile.panels) for way, rows in zip(_USUAL, heights, strict=True)}
-    tuned = ((rows // tile.rows, tile.panels // divisor) for rows, divisor in _TUNED)
-    return usual | {f"{GENERATED} {strips}x{panels}": (strips * tile.rows, panels) for strips, panels in tuned}
+    return {way: (rows, tile.panels) for way, rows in zip(_USUAL, heights, strict=True)}
 
 
 def shape_class(product: ProductShape, threads: int) -> ProductShape:

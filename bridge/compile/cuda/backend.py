@@ -33,7 +33,7 @@ from bridge.compile.cuda.build import (
 from bridge.compile.cuda.columns import generate_columns, second_stage_columns
 from bridge.compile.cuda.elements import elements, lookup, pool_gradient
 from bridge.compile.cuda.executor import CudaExecutor
-from bridge.compile.cuda.limits import ALTERNATIVES, FLOAT64_ARCHITECTURES, LIMITS, ORDER
+from bridge.compile.cuda.limits import FLOAT64_ARCHITECTURES, LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version, warm_up
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
@@ -45,7 +45,6 @@ from bridge.compile.runtime.build import build_kernels, in_background
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.chain_plan import ColumnPlan
-from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.horizontal_fusion import HorizontalFusionPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
@@ -149,10 +148,6 @@ class CudaBackend(Backend):
     def _code_key(self) -> str:
         """The dependencies of kernels besides their functions; devices of one architecture share kernels."""
         return f"{self.arch} nvrtc {version()} {self.order} {self.limits}"
-
-    @property
-    def alternatives(self) -> tuple[Alternative, ...]:
-        return ALTERNATIVES
 
     def machine(self) -> tuple:
         told = torch.cuda.get_device_properties(self.index)

@@ -13,13 +13,10 @@ from __future__ import annotations
 import math
 
 from bridge.compile.loop_ir.operations import Number
-from bridge.compile.schedule.choices import LIMITS as OF_LIMITS
-from bridge.compile.schedule.choices import ORDER as OF_ORDER
-from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 
-__all__ = ["ACCESS_BYTES", "ALTERNATIVES", "BLOCK_THREADS", "COLUMN_LANES", "FEW_ROWS", "SECOND_STAGE_LANES"]
+__all__ = ["ACCESS_BYTES", "BLOCK_THREADS", "COLUMN_LANES", "FEW_ROWS", "SECOND_STAGE_LANES"]
 __all__ += ["FLOAT64_ARCHITECTURES", "LIMITS", "ORDER", "ROWS_THREADS", "SHARED_BYTES", "VECTOR", "WARP"]
 __all__ += ["row_groups", "row_lanes", "row_threads"]
 
@@ -110,27 +107,6 @@ LIMITS = Limits.of(
     added_rows=8,
     streams=2,
 )
-
-ALTERNATIVES = (
-    Alternative(OF_LIMITS, "nodes", (16, 32, 160)),
-    Alternative(OF_LIMITS, "buffers", (12, 24, 96)),
-    Alternative(OF_LIMITS, "cheap_in_known_rows", (2, 4, 8)),
-    Alternative(OF_LIMITS, "cheap_shared", (0, 12)),
-    Alternative(OF_ORDER, "chunk_rows", (4, 8, 32, 64)),
-    Alternative(OF_ORDER, "chunk_elements", (8192, 32_768)),
-    Alternative(OF_ORDER, "most_chunks", (66, 264, 1024)),
-    Alternative(OF_ORDER, "small_rows", (0, 2**15, 2**19)),
-    Alternative(OF_LIMITS, "single_elements", (0, 2**15, 2**19)),
-    Alternative(OF_LIMITS, "shared_elements", (512, 65_536)),
-    Alternative(OF_LIMITS, "short_row", (64, 128, 512)),
-    Alternative(OF_LIMITS, "together", (1, 16)),
-    Alternative(OF_LIMITS, "small_casts", (0, 2, 32)),
-    Alternative(OF_LIMITS, "read_again", (0, 2, 16)),
-    Alternative(OF_LIMITS, "terms", (8, 32)),
-    Alternative(OF_LIMITS, "joined_sections", (1, 16)),
-    Alternative(OF_LIMITS, "section_operators", (1, 12)),
-)
-"""The tunables' candidates; the shape of a block is part of the kernels' code and stays."""
 
 
 def row_lanes(length: Number, small: bool = False) -> int:

@@ -93,9 +93,6 @@ class CudaProducts:
     def made(self) -> tuple[tuple, ...]:
         return ()
 
-    def met(self) -> tuple[tuple[ProductShape, str], ...]:
-        return ()
-
     def adopt(self, choices: Sequence[Sequence]) -> bool:
         return not choices
 

@@ -55,30 +55,12 @@ from bridge.compile.passes.cheap import Producers, permuted_arithmetic
 from bridge.compile.passes.choose_products import ProductChoice
 from bridge.compile.passes.sections import Placed, is_all_of_a_value
 from bridge.compile.schedule.access import make_space, share_loops
-from bridge.compile.schedule.chain_plan import CallShape, ProductPolicy
+from bridge.compile.schedule.chain_plan import ProductPolicy
 from bridge.compile.schedule.fuse import sections_of
 from bridge.compile.schedule.limits import Rules
 
-__all__ = ["arithmetic_of_copy", "calls_in", "choose_layouts", "choose_variants", "is_profitable_to_join", "join"]
+__all__ = ["arithmetic_of_copy", "choose_layouts", "is_profitable_to_join", "join"]
 __all__ += ["make_walkable", "recompute_permutations"]
-
-
-def calls_in(graph: Graph) -> list[CallShape]:
-    """The classes of a graph's library calls that have several variants, each once, in order."""
-    found = map(CallShape.of, graph.nodes)
-    return list(dict.fromkeys(shape for shape in found if shape is not None))
-
-
-def choose_variants(graph: Graph, chosen: Sequence[tuple[CallShape, str]]) -> Graph:
-    """Replaces library calls by the variants chosen for their classes.
-
-    Safe: a variant has the same arguments, and the same results up to rounding.
-    """
-    forms = dict(chosen)
-    nodes = [
-        replace(node, name=forms[shape]) if (shape := CallShape.of(node)) in forms else node for node in graph.nodes
-    ]
-    return replace(graph, nodes=nodes)
 
 
 def join(placed: Placed, node: Join, rules: Rules) -> Concat | LibraryCall:

@@ -23,7 +23,7 @@ from bridge.compile.runtime.loop_frame import Instruction, RunLoop, inner_steps
 from bridge.compile.runtime.second_stream import SecondStreamPlan, second_stream_steps
 from bridge.library import NEVER_RAISE, TensorAt, TensorsAt
 
-__all__ = ["Program", "same_code"]
+__all__ = ["Program"]
 
 _MOST_BOUND, _MOST_BOUND_BYTES = 256, 128 * 2**20
 """Maximum number of sizes that a program stays bound to, and their maximum bytes."""
@@ -236,15 +236,6 @@ class Program:
         if self.scope is not None:  # as text: comparing extents would add guards
             parts = (to_text((*parts, self.positions, state_of_scope(self.scope))),)
         return self.name, parts, slots, kernels, self.backend.key, self.results, self.variables
-
-
-def same_code(one: Program, other: Program) -> bool:
-    """Whether two programs run the same instructions and kernels, whatever their backends' limits."""
-    if len(one.steps) != len(other.steps) or one.kernels.keys() != other.kernels.keys():
-        return False
-    if (one.steps, one.layout) != (other.steps, other.layout):
-        return False
-    return all(structural_equal(func, other.kernels[name]) for name, func in one.kernels.items())
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -48,7 +48,6 @@ def texts(program: Program) -> dict[str, Any]:
     return {
         "backend": program.backend.key,
         "versions": to_text(versions()),
-        "choices": program.backend.choices,
         "program": _text(program),
         "scope": None if program.scope is None else state_of_scope(program.scope),
         "kernel names": tuple(program.kernels),
@@ -82,7 +81,7 @@ def load(path: str | os.PathLike, backend: Backend) -> Program:
 
     Args:
         path: the file. Its kernels are code: trust it as you would trust a library.
-        backend: the backend that the program was compiled for, with or without its choices.
+        backend: the backend that the program was compiled for.
 
     Raises:
         ValueError: no program, damaged, for another backend, or of another version of torch, TVM or this package.
@@ -91,7 +90,6 @@ def load(path: str | os.PathLike, backend: Backend) -> Program:
     try:
         _, parts = read_artifact(Path(path).read_bytes(), _FILE)
         told = from_parts(parts)
-        backend = backend.choosing(told["choices"])
     except (DamagedError, ValueError, KeyError) as error:
         raise ValueError(f"{os.fspath(path)} is no saved program: {error}") from error
     for name, here in (("versions", to_text(versions())), ("backend", backend.key)):

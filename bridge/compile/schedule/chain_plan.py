@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autodiff.extents import Dim, same, sample_of
-from bridge.compile.loop_ir.graph import LibraryCall, LoopCall, Pointwise, Product, Reduction, Value
+from bridge.artifact import written
+from bridge.compile.loop_ir.graph import Pointwise, Product, Reduction, Value
 from bridge.compile.loop_ir.operations import Argument, Geometry, Number, Packing, Term
 from bridge.compile.loop_ir.views import View
 from bridge.compile.schedule.access import Arguments, column_strides, make_space, offset_of, terms_of, window
@@ -31,9 +32,8 @@ from bridge.compile.schedule.fuse import Group
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.row_plan import RowPlan
-from bridge.library import FORMS, TensorAt
 
-__all__ = ["BY_ROWS", "CHAINED", "CHAIN_FIELDS", "GENERATED", "IN_PANELS", "PACKED", "CallShape", "ChainPlan"]
+__all__ = ["BY_ROWS", "CHAINED", "CHAIN_FIELDS", "GENERATED", "IN_PANELS", "PACKED", "ChainPlan"]
 __all__ += ["ColumnPlan", "ColumnSection", "LayoutClass", "ProductPolicy", "ProductShape", "find_chains"]
 __all__ += ["is_generated", "is_in_panels", "plan_chain", "plan_columns"]
 
@@ -107,6 +107,9 @@ class ProductShape:
         return f"{self.element_type} {batch}{self.m} x {self.k} x {self.n} ({self.a}, {self.b})"
 
 
+written(LayoutClass, ProductShape)
+
+
 class ProductPolicy(Protocol):
     """A backend's choices for matrix products.
 
@@ -136,9 +139,6 @@ class ProductPolicy(Protocol):
     def made(self) -> tuple[tuple, ...]:
         """The choices made here that another process may make otherwise, as plain data."""
 
-    def met(self) -> tuple[tuple[ProductShape, str], ...]:
-        """All classes of products met here, with their algorithms, also ones that :meth:`made` leaves out."""
-
     def adopt(self, choices: Sequence[Sequence]) -> bool:
         """Adopts the choices of :meth:`made` of another process; returns whether none contradicts its own."""
 
@@ -163,36 +163,6 @@ class ProductPolicy(Protocol):
 
     def packing(self, way: str, product: ProductShape) -> Packing | None:
         """The packed form of an algorithm's ``b``; ``None`` if it is not packed."""
-
-
-@dataclass(frozen=True)
-class CallShape:
-    """A class of library calls.
-
-    Attributes:
-        name: of the function.
-        operands: element type, extents and strides of each tensor.
-        arguments: in order: numbers, lists of numbers, and ``"#0"``, ``"#1"``, … for the tensors.
-    """
-
-    name: str
-    operands: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    arguments: tuple
-
-    @classmethod
-    def of(cls, call: object) -> CallShape | None:
-        """The class of a node; ``None`` if it is no call with variants, or has dynamic sizes."""
-        if not isinstance(call, LibraryCall) or isinstance(call, LoopCall) or call.name not in FORMS:
-            return None
-        operands = tuple((each.dtype, tuple(each.view.shape), tuple(each.view.strides)) for each in call.operands)
-        arguments = tuple(str(each) if isinstance(each, TensorAt) else each for each in call.attrs)
-        numbers = [number for _, *sizes in operands for size in sizes for number in size]
-        numbers += [number for each in arguments for number in (each if isinstance(each, tuple) else (each,))]
-        return cls(call.name, operands, arguments) if all(isinstance(each, int | str) for each in numbers) else None
-
-    def __str__(self) -> str:
-        sizes = " x ".join("x".join(map(str, shape)) for _, shape, _ in self.operands)
-        return f"{self.name} {sizes} {self.arguments[len(self.operands) :]}"
 
 
 CHAIN_FIELDS = (

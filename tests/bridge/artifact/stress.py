@@ -33,7 +33,7 @@ from bridge.artifact import DamagedError, current_store, read_artifact
 from bridge.compile.cpu import products
 from bridge.compile.schedule.chain_plan import GENERATED
 from tests.bridge.artifact.count_builds import forget_all, in_children
-from tests.bridge.artifact.works import GPU, WITHOUT_A_DISK, WORKS
+from tests.bridge.artifact.works import GPU, WORKS
 
 __all__ = ["allowed_on_a_full_disk", "artifacts", "bits_on", "flip", "kill_at_random", "kill_writers"]
 
@@ -62,12 +62,9 @@ def _work_on(folder: Path, work: Work, largest_file: int) -> str:
 
 
 def allowed_on_a_full_disk(work: Work) -> set[str]:
-    """The bits of a work where everything is kept, and where nothing is."""
-    found = set()
-    for each in {work, WITHOUT_A_DISK.get(work, work)}:
-        with tempfile.TemporaryDirectory() as scratch:
-            found.add(bits_on(Path(scratch), each))
-    return found
+    """The bits of a work where everything is kept."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return {bits_on(Path(scratch), work)}
 
 
 def artifacts(folder: Path) -> dict[str, list[Path]]:

@@ -28,7 +28,6 @@ from bridge.artifact import (
 )
 from bridge.compile.schedule.chain_plan import LayoutClass
 from bridge.library import TensorAt
-from bridge.tune import TuningLog
 
 VALUES = [
     None,
@@ -207,11 +206,3 @@ def test_a_file_appears_complete_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_file(tmp_path / "file", b"second")
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("file", b"first")]
-
-
-def test_a_log_has_a_line_of_json_for_each_record(tmp_path):
-    log = TuningLog(tmp_path / "log", "here")
-    log.append(kind="trial", pairs=((1.0, 0.5),), choices=LayoutClass("row"))
-    (line,) = (tmp_path / "log").read_text().splitlines()
-    assert json.loads(line)["pairs"] == [[1.0, 0.5]]
-    assert TuningLog(tmp_path / "log", "here").records == log.records

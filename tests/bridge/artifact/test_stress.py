@@ -1,4 +1,4 @@
-"""The disk cache fails processes that lower a loop, or tune: killed writers, flipped bytes, a full disk.
+"""The disk cache fails processes that lower a loop: killed writers, flipped bytes, a full disk.
 
 Longer runs: ``python -m tests.bridge.artifact.stress``.
 """
@@ -11,7 +11,7 @@ import random
 import pytest
 
 from tests.bridge.artifact.stress import allowed_on_a_full_disk, artifacts, bits_on, flip, kill_at_random
-from tests.bridge.artifact.works import looped, tuned
+from tests.bridge.artifact.works import looped
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 
@@ -21,14 +21,11 @@ def test_a_process_that_is_killed_leaves_whole_files():
     assert kill_at_random(looped, 2, random.Random(0))["killed"] >= 2
 
 
-@pytest.mark.parametrize(
-    ("work", "kind"), [pytest.param(looped, "lowering", marks=pytest.mark.sweep), (tuned, "tuning")]
-)
-def test_flipped_bytes_cost_a_compilation(work, kind, tmp_path):
-    expected = bits_on(tmp_path, work)
-    for path in artifacts(tmp_path)[kind]:
+def test_flipped_bytes_cost_a_compilation(tmp_path):
+    expected = bits_on(tmp_path, looped)
+    for path in artifacts(tmp_path)["lowering"]:
         flip(path, random.Random(0))
-    assert bits_on(tmp_path, work) == expected
+    assert bits_on(tmp_path, looped) == expected
 
 
 def test_a_full_disk_while_a_loop_is_lowered(tmp_path):

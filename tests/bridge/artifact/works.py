@@ -12,14 +12,9 @@ import torch
 from torch import nn
 
 import bridge
-from bridge.compile import LIMITS, ORDER, Choices, backend_for
-from bridge.dispatch import EntryOptions
-from bridge.state import SampleCall
-from bridge.tune.search import Tunable
-from bridge.tune.tuning import Means, tune_call
 from tests.bridge.artifact.count_builds import Block, digest
 
-__all__ = ["GPU", "WITHOUT_A_DISK", "WORKS", "looped", "on_gpu", "plain", "reading", "tuned"]
+__all__ = ["GPU", "WORKS", "looped", "on_gpu", "plain", "reading"]
 
 
 class Cell(nn.Module):
@@ -83,37 +78,6 @@ def reading(folder: Path) -> str:
     return step(bridge.add_tvm_dispatch(module, x.clone().requires_grad_()), x)
 
 
-def tuned(folder: Path) -> str:
-    """A search whose outcome does not depend on a clock, with its log in ``folder``, then the choices in use."""
-    module, x = mixed_rows()
-    tunables = (Tunable(ORDER, "lanes", (8,)), Tunable(LIMITS, "tasks", (32, 16)))
-    means = Means(5.0, folder / "tuning.jsonl", progress=False, race=raced, final=raced, tunables=lambda *_: tunables)
-    tune_call(SampleCall(module, (x,)), EntryOptions("min_cut", backend_for(None)), means)
-    return step(bridge.add_tvm_dispatch(module, x), x)
-
-
-def untuned(folder: Path) -> str:
-    """The same module with the default choices."""
-    module, x = mixed_rows()
-    return step(bridge.add_tvm_dispatch(module, x), x)
-
-
-def mixed_rows() -> tuple[nn.Module, torch.Tensor]:
-    """A module whose bits depend on the choices."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40)), torch.randn(16, 24, requires_grad=True)
-
-
-def seconds_of(choices: Choices) -> float:
-    """Seconds by which vectors of eight are the best, and nothing else matters."""
-    return 0.8 if dict(choices.order).get("lanes") == 8 else 1.0
-
-
-def raced(one, other) -> list[tuple[float, float]]:
-    """Stands in for A/B timing."""
-    return [tuple(seconds_of(each.entry.forward.backend.choices) for each in (one, other))] * 7
-
-
 def on_gpu(folder: Path) -> str:
     """As :func:`plain` on a GPU, whose lowering and cubins are kept."""
     torch.manual_seed(0)
@@ -122,7 +86,5 @@ def on_gpu(folder: Path) -> str:
 
 
 GPU = "gpu"
-WORKS: dict[str, Callable[[Path], str]] = {"plain": plain, "looped": looped, "reading": reading, "tuned": tuned}
+WORKS: dict[str, Callable[[Path], str]] = {"plain": plain, "looped": looped, "reading": reading}
 WORKS[GPU] = on_gpu
-WITHOUT_A_DISK = {tuned: untuned}
-"""Works with another result where nothing can be kept → the work that computes it."""
