@@ -440,11 +440,20 @@ class _Watch:
         observation.reads.tensors.asked.update(((place, "grad"), None) for place in asked)
         _in_order(observation, {place: index for index, place in enumerate(run.order)})
         described = [record.free[n][0] if n in record.free else given.inputs[n] for n in run.order]
+        self._free_in_backward([index for index, n in enumerate(run.order) if n in record.free], described)
         saved = self.saved.results(leaves)
         describe_outputs(leaves, described, observation, rules, self.functions.applied, saved)
         returned = [pair for pair in zip(leaves, observation.outputs, strict=True) if pair[1].is_tensor]
         observation.unsupported += self.calls.shared_views(returned)
         observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])
+
+    def _free_in_backward(self, places: Sequence[int], inputs: Sequence[torch.Tensor]) -> None:
+        """Notes which free tensors (their places among the inputs) eager's backward reads: saved or in a checkpoint."""
+        observation, free = self.observation, [inputs[place] for place in places]
+        saved, views = ({places[index] for index in found} for found in self.saved.inputs(free))
+        observation.saved, observation.saved_views = observation.saved | saved, observation.saved_views | views
+        again = self.rules.checkpointed.of(free)
+        observation.checkpointed |= {places[index]: line for index, line in again.items()}
 
 
 def _spec(kind: str, name: str, tensor: torch.Tensor, held: Any = None) -> ModuleTensor:

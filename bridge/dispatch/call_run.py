@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
+from bridge.base.errors import RUN, GuardFailure, Unsupported, UnsupportedModule, is_out_of_memory
 from bridge.base.pytrees import picker
 from bridge.base.tensor_properties import as_complex, as_parts
 from bridge.base.torch_internals import copy_each, no_torch_function
@@ -209,7 +209,7 @@ def _save(step: steps.Save) -> Action:
     beside, left = picker(step.beside), step.left
     is_apart = bool(step.beside_copied or step.beside_followed)
     watched, made = picker(step.watched), step.watched_outputs
-    is_watched = bool(step.watched or made)
+    is_watched, again = bool(step.watched or made), picker(step.again)
 
     def save(call: CallValues) -> None:
         values = call.values
@@ -225,6 +225,8 @@ def _save(step: steps.Save) -> Action:
             found = [*watched(call.primals), *[values[place].detach() for place in made]]
             if not any(each.is_inference() for each in found):  # they have no version counter
                 call.watched = found, [*map(VERSION, found)]
+        if step.again:
+            call.later = _unwritten(again(call.primals), call.later)
         if step.beside:
             found = counted = beside(call.primals)
             token = None
@@ -236,6 +238,27 @@ def _save(step: steps.Save) -> Action:
                 call.held = found, None, token
 
     return save
+
+
+def _unwritten(tensors: Sequence[torch.Tensor], before: Callable[[], None] | None) -> Callable[[], None]:
+    """A check before the backward: a checkpoint's tensors are unchanged. ``before``: a check that runs first."""
+    then = [*map(_memory, tensors)]
+
+    def check() -> None:
+        if before is not None:
+            before()
+        for tensor, held in zip(tensors, then, strict=True):
+            if _memory(tensor) != held:
+                what = f"a tensor of shape {list(tensor.shape)}"
+                reason = "eager's backward reads it in a checkpoint that it runs again, and it changed after forward"
+                hint = "change it before forward, or after backward"
+                raise UnsupportedModule("", [Unsupported(what, "backward", reason, hint)])
+
+    return check
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    return 0 if tensor.is_inference() else tensor._version, tensor.untyped_storage()._cdata
 
 
 def _write_back(step: steps.WriteBack) -> Action:

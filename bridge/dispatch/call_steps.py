@@ -191,6 +191,8 @@ class Save(CallStep):
             ``beside_followed``: indices of arguments among them that require grad.
         watched: places of inputs that eager saves and this backward does not read; ``watched_outputs``: of outputs.
             If one of them has been written in place, the backward raises, as eager's does.
+        again: places of inputs that functions in checkpoints read. If one of them has been written or has other memory,
+            the backward raises: eager's would run these functions on the new numbers.
     """
 
     kind = "save"
@@ -207,6 +209,7 @@ class Save(CallStep):
     beside_followed: tuple[int, ...] = ()
     watched: tuple[int, ...] = ()
     watched_outputs: tuple[int, ...] = ()
+    again: tuple[int, ...] = ()
 
     def text(self) -> str:
         copies = tuple(self.names[place] for place in self.copied)
@@ -437,4 +440,5 @@ def _save(
         tuple(place for place, index in enumerate(beside) if index in lowered.wanted and index not in leaves),
         tuple(sorted(captured.watched[0] - {*saved})),
         tuple(sorted({lowered.imported.output_of[leaf] for leaf in captured.watched[1]} - {None, *outputs})),
+        tuple(sorted(captured.observation.checkpointed)),
     )

@@ -79,6 +79,7 @@ class CallAnalysis(Sources):
         known.locals = frame.f_locals
         self._invoke(known, place, function, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
         known.locals = {}
+        self._look(known)
 
     def _invoke(
         self, known: Frame, place: int, function: Any, call: CallSite | None, where: str, given: Any = None

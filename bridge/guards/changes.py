@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.torch_autograd import checkpoint_frame
 from bridge.guards.kinds import PLAIN, unwatched
 from bridge.guards.watched import Answer, Place
 
@@ -27,7 +28,8 @@ def read_later() -> Iterator[None]:
 
 
 def reads_later() -> bool:
-    return getattr(_thread, "later", False)
+    """Whether eager's backward reads what is read now: it runs now, or a checkpoint that it will run again."""
+    return getattr(_thread, "later", False) or checkpoint_frame() is not None
 
 
 class Changes:
@@ -39,7 +41,8 @@ class Changes:
 
     Attributes:
         items: the places, each once. ``first``: their values when they were first read, by the same keys.
-        later: keys of places that eager's backward reads as well.
+        later: keys of places that eager's backward reads as well. ``written``: keys of places that forward sets.
+        attributes: attributes of the tree's modules that eager's backward reads.
         refused: the refusal of a side effect outside of the call that cannot be undone.
     """
 
@@ -48,7 +51,8 @@ class Changes:
         self._replaced: list[tuple[Any, Any, Any]] = []
         self.items: dict[tuple, Any] = {}
         self.first: dict[tuple, Any] = {}
-        self.later: set[tuple] = set()
+        self.later, self.written = set[tuple](), set[tuple]()
+        self.attributes: dict[tuple, Any] = {}
         self.refused: UnsupportedModule | None = None
 
     def _note(self, key: tuple, item: Any) -> Any:
@@ -78,7 +82,8 @@ class Changes:
         key = "asked", of, getattr(function, "__name__", ""), *given, *kwargs
         if key not in self.items:
             self.items[key] = Answer(function, args, kwargs, Place("", f"what {words} gives"))
-        if reads_later():
+        module = str(getattr(function, "__module__", ""))
+        if reads_later() and not module.startswith("torch"):  # a checkpoint restores torch's modes itself
             self.later.add(key)
 
     def refuse(self, what: str, where: str, reason: str, hint: str) -> None:

@@ -174,7 +174,8 @@ class ReadGuard:
         for reference, names in reads.modules.values():
             if (module := reference()) is not None and id(module) not in tree:
                 items += _of_module(module, names, reads.place(module))
-        later = [item for key, item in reads.items.items() if key in reads.later]
+        again = {**reads.attributes, **{key: item for key, item in reads.items.items() if key in reads.later}}
+        later = [item for key, item in again.items() if key not in reads.written]
         self._later = [(item, item.read()) for item in later]
         self._spaces = _Namespaces(items)
         codes = [item for item in items if isinstance(item, Code)]
@@ -248,7 +249,7 @@ class ReadGuard:
         for item, then in self._later:
             now = item.read()
             if now is not then and not item.same(now, then):
-                reason = "the backward of an autograd.Function reads it, and it changed after forward"
+                reason = "eager's backward reads it (of a Function or a checkpoint), and it changed after forward"
                 hint = "change it before forward, or after backward"
                 raise UnsupportedModule("", [Unsupported(str(item.place), "backward", reason, hint)])
 

@@ -25,6 +25,7 @@ import torch
 from bridge.base.errors import is_pythons_file
 from bridge.guards.bytecode import DataFlow
 from bridge.guards.calls import CallAnalysis
+from bridge.guards.changes import reads_later
 from bridge.guards.dataflow import flow_of
 from bridge.guards.functions import CHANGES_FILES, OPENS, audited, changes_files, does, entries_of, file_state
 from bridge.guards.kinds import CONTAINERS, PLAIN, is_a, is_iterator, parts_of
@@ -158,6 +159,7 @@ class Reads(CallAnalysis):
                 ours = code.co_filename.startswith(OWN) and not is_in_its_place(code)
                 if outer is not None and arg is not None and not ours:
                     self._returned(outer, outer.flow.at(frame.f_back.f_lasti), arg)
+                    self._look(outer)
             elif event == "call" and code.co_name == "handle" and code.co_filename == logging.__file__:
                 while frame is not None and frame not in self._frames:
                     frame = frame.f_back
@@ -268,6 +270,7 @@ class Reads(CallAnalysis):
             value = next(iter(made.args.values()), None)
         if outer is not None and value is not None:
             self._returned(outer, outer.flow.at(frame.f_back.f_lasti), value)
+            self._look(outer)  # now: the next instruction may write to the result
 
     def _returned(self, outer: Frame, place: int, value: Any) -> None:
         """Notes the result of a Python function."""
@@ -313,7 +316,7 @@ class Reads(CallAnalysis):
 
     def _key(self, frame: Frame) -> tuple | None:
         """A key of all objects that a function may reach; ``None`` where one of them may not stay alive."""
-        told: list[Any] = [frame.code, frame.over, *frame.calls.python, None, *frame.calls.heard, None]
+        told: list[Any] = [frame.code, frame.over, reads_later(), *frame.calls.python, None, *frame.calls.heard, None]
         given = [*frame.args.values(), *frame.cells.values()]
         for results in (frame.calls.results, frame.calls.plain, frame.calls.called):
             told += results
@@ -383,6 +386,7 @@ class Reads(CallAnalysis):
                 self._written(owner, write[2])
             else:
                 self.whole(owner, frame.where)
+                self.written.add(("contents", id(self.original(owner))))
 
 
 def _methods(kind: type, code: CodeType) -> Iterator[str]:

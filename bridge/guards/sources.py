@@ -290,6 +290,7 @@ class Sources(Insides):
             self.name(own.__dict__, name, place)
         else:
             self.attribute(owner, name)
+            self.written.add(("name", id(dict_of(self.original(owner))), name))
 
     def _keys(self, frame: Frame, source: Source) -> list[Any]:
         """The possible values of a key; none where a function in C makes it."""

@@ -16,6 +16,7 @@ from bridge.guards.watched import ABSENT, alike
 __all__ = ["ADDRESSES", "TensorReads", "asked_of", "is_asked", "told_otherwise"]
 
 _VALUES = ("is_leaf", "_version", "output_nr", "retains_grad", "storage_offset", "data_ptr", "is_shared", "is_pinned")
+_VALUES += ("is_conj", "is_neg", "is_inference", "_is_view", "_is_zerotensor", "storage_type")
 _STORAGES = ("untyped_storage", "storage", "_typed_storage", "is_set_to")
 ADDRESSES = ("data_ptr", *_STORAGES)
 """Methods whose results depend on the tensor's address, which few calls share."""

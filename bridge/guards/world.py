@@ -410,8 +410,11 @@ class World(Changes):
             self.ask(getattr, (own, name, None), {}, f"{self.place(owner)}.{name}")
         self._looked_up(own, name)
         held = owner.__dict__
-        if reads_later() and name in held:
-            self.name(own.__dict__, name, Place("attribute", name, self.place(owner).of), held)
+        if reads_later():
+            place = Place("attribute", name, self.place(owner).of)
+            for space in (own.__dict__, own.__dict__["_modules"], own.__dict__["_parameters"]):
+                if name in space:
+                    self.attributes["name", id(space), name] = Name(space, name, place)
         value = held.get(name, ABSENT)
         if value is ABSENT:
             value = next((held[each][name] for each in REGISTRIES if name in held.get(each, ())), raw)

@@ -84,3 +84,16 @@ def test_addresses_are_conditions_where_forward_asks_for_them(name):
     for x in given:
         torch.testing.assert_close(module(x), module.layer(x))
     assert stats(module).hits == hits
+
+
+@pytest.mark.parametrize("asked", ["is_conj", "_is_view"])
+def test_how_an_argument_is_stored_is_a_condition_where_forward_asks_for_it(asked):
+    class Asks(nn.Module):
+        def forward(self, x, y):
+            return x * (2.0 + getattr(y, asked)())
+
+    module, x, y = Asks(), torch.ones(2), torch.ones(3, dtype=torch.complex64)
+    add_tvm_dispatch(module, (x, y))
+    for other, hits in ((y.clone(), 1), (torch.ones(4, dtype=torch.complex64)[:3].conj(), 1)):
+        torch.testing.assert_close(module(x, other), module.forward(x, other))
+        assert stats(module).hits == hits, dict(stats(module).misses)

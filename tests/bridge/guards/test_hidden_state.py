@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 
@@ -242,6 +243,29 @@ def start(target):
     thread.join()
 
 
+COUNT = 0
+
+
+def same(value):
+    return value
+
+
+def add_one(value):
+    same(value).n += 1
+
+
+def step(values):
+    next(iter(values)).n += 1
+
+
+def count():
+    globals()["COUNT"] += 1
+
+
+def more_digits():
+    decimal.getcontext().prec += 1
+
+
 # the held object, forward's effect on it, the result of the effect
 EFFECTS = {
     "a context variable": (lambda path: VARIABLE, lambda h: h.set(h.get() + 1), lambda h: h.get()),
@@ -254,6 +278,10 @@ EFFECTS = {
     "a generator": (lambda path: itertools.count(), lambda h: h.__next__(), repr),
     "an ordered dictionary": (lambda path: collections.OrderedDict(), lambda h: h.update({len(h): 1}), len),
     "a logger's level": (lambda path: logging.getLogger("tests.hidden"), lambda h: h.setLevel(10), lambda h: h.level),
+    "an attribute of a result": (lambda path: SimpleNamespace(n=0), add_one, lambda h: h.n),
+    "an attribute of a result in C": (lambda path: [SimpleNamespace(n=0)], step, lambda h: h[0].n),
+    "a global by globals()": (lambda path: None, lambda h: count(), lambda h: COUNT),
+    "the decimal context": (lambda path: None, lambda h: more_digits(), lambda h: decimal.getcontext().prec),
     "the recursion limit": (
         lambda path: sys,
         lambda h: h.setrecursionlimit(h.getrecursionlimit() + 1),
@@ -297,6 +325,64 @@ def test_what_a_backward_reads_is_asked_before_it_runs(change, monkeypatch):
     change()
     with pytest.raises(UnsupportedModule, match="changed after forward"):
         result.backward()
+
+
+class Again(Net):
+    """A checkpoint that reads what ``act`` reads, and sets attributes."""
+
+    def __init__(self, act):
+        super().__init__({"k": 2.0}, act)
+        self.k, self.last, self.inner = 2.0, None, torch.nn.Tanh()
+        self.register_buffer("scale", torch.ones(4))
+
+    def body(self, x):
+        self.last = x.shape[0]
+        return self.inner(self.linear(x) * self.act(self))
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False) * self.act(self)
+
+
+@pytest.mark.parametrize(
+    ("act", "change"),
+    [
+        (lambda m: m.held["k"], lambda m: m.held.update(k=3.0)),
+        (lambda m: m.k, lambda m: setattr(m, "k", 3.0)),
+        (lambda m: 1.0, lambda m: setattr(m, "inner", torch.nn.Sigmoid())),
+        (lambda m: 1.0, lambda m: setattr(m.linear, "weight", torch.nn.Parameter(m.linear.weight * 2))),
+        (lambda m: 1.0, lambda m: setattr(m.linear.weight, "data", m.linear.weight.data * 2)),
+        (lambda m: m.scale, lambda m: m.scale.mul_(2)),
+        (lambda m: VARIABLE.get(), lambda m: VARIABLE.set(7)),
+    ],
+    ids=["entry", "attribute", "module", "parameter", "its memory", "buffer", "context variable"],
+)
+def test_what_a_checkpoint_reads_again_is_asked_before_the_backward(act, change):
+    module, x, before = Again(act), torch.randn(3, 4), VARIABLE.get()
+    add_tvm_dispatch(module, x)
+    wanted = torch.autograd.grad(module.forward(x).sum(), module.linear.weight)
+    torch.testing.assert_close(torch.autograd.grad(module(x).sum(), module.linear.weight), wanted)
+    result = module(x).sum()
+    assert stats(module).hits == 2, dict(stats(module).misses)
+    try:
+        change(module)
+        with pytest.raises(UnsupportedModule, match="changed after forward"):
+            result.backward()
+    finally:
+        VARIABLE.set(before)
+
+
+def test_a_free_tensor_that_the_backward_reads_is_eagers_then():
+    held = torch.full((4,), 2.0)
+    module, x = Net(None, lambda _: held), torch.randn(3, 4)
+    add_tvm_dispatch(module, x)
+    results = module(x).sum(), module(x).sum()
+    assert stats(module).hits == 2, dict(stats(module).misses)
+    held.numpy()[:] = 3.0
+    results[0].backward()
+    torch.testing.assert_close(module.linear.bias.grad, torch.full((4,), 9.0))
+    held.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        results[1].backward()
 
 
 def test_what_forward_prints_is_said_once_and_printed_once(capsys, caplog):
