@@ -109,9 +109,9 @@ def _make_differentiable(
         made = _with_gradient(scan, wanted, differentiated, zero, strategy, sums_later)
     else:
         text = body_text(_simple(scan, merge_casts=True))
+        if active_params:  # each step stops the gradients
+            scan = dataclasses.replace(scan, gradient={"wanted": [], "zero": list(active_params)})
         made = scan if text is None else dataclasses.replace(scan, body=text)
-    if made is scan:
-        return binding
     call = scan_call(made, tensors)
     place = body.bindings.index(binding)
     var = DataflowVar(binding.name, call.ty_args[0])

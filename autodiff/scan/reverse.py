@@ -342,14 +342,18 @@ def backward_of(scan: Scan) -> Function:
 def partials(call: Call, y: Var, g: Var, emit: Callable[[Expr], Var]) -> list[Expr | None]:
     """The gradients of the tensors of a scan's call, from its results ``y`` and their gradients ``g``."""
     scan, tensors = scan_of(call)
-    told, function = scan.gradient, backward_of(scan)
+    told = scan.gradient
+    zeros = {place: emit(op.zeros(tensors[place].ty.shape, dtype(tensors[place]))) for place in told["zero"]}
+    if not told["wanted"]:
+        return [zeros.get(place) for place in range(len(tensors))]
+    function = backward_of(scan)
     made = [emit(TupleGetItem(y, place)) for place in range(len(y.ty.fields))]
     grads = [emit(TupleGetItem(g, place)) for place in told["differentiated"]]
     known: dict[Var, Expr] = dict(zip(function.params, (*tensors, *made, *grads), strict=True))
     for var, value in bindings(function):
         known[var] = emit(substitute(value, known))
     found = dict(zip(told["wanted"], (known[value] for value in results(function)), strict=True))
-    found |= {place: emit(op.zeros(tensors[place].ty.shape, dtype(tensors[place]))) for place in told["zero"]}
+    found |= zeros
     return [found.get(place) for place in range(len(tensors))]
 
 

@@ -5,7 +5,7 @@ from bridge.capture.counted_dims import sized
 from bridge.capture.custom_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.draws import IsolatedRNG, attends_by_products, with_generator
 from bridge.capture.functional import RAN
-from bridge.capture.higher_order import AsPython
+from bridge.capture.higher_order import AsPython, ClosedFunction, has_form
 from bridge.capture.inplace_rules import share_elements
 from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import LoopedCall, looped_run
@@ -60,7 +60,7 @@ __all__ += [
     "TANGENT",
 ]
 __all__ += ["UNKNOWN", "UPSAMPLES", "WHOLE", "WHOLE_FUNCTIONS", "WITH_GRADIENT", "Captured", "Counter", "Draw"]
-__all__ += ["CapturedArguments", "CapturedNames"]
+__all__ += ["CapturedArguments", "CapturedNames", "ClosedFunction"]
 __all__ += ["DropoutOperand", "DynamicDim", "IsolatedRNG", "KeptPlace", "LoopedCall", "NotArithmeticError"]
 __all__ += ["NumberPlace", "Observation", "OperatorCall", "Output", "Parameter", "PreCallExpression", "RecordedCall"]
 __all__ += [
@@ -72,7 +72,16 @@ __all__ += [
     "after_pre_hooks",
     "attends_by_products",
 ]
-__all__ += ["capture", "check_call", "copier", "device_of_call", "dynamic_dims", "is_capturing", "is_number"]
+__all__ += [
+    "capture",
+    "check_call",
+    "copier",
+    "device_of_call",
+    "dynamic_dims",
+    "has_form",
+    "is_capturing",
+    "is_number",
+]
 __all__ += ["is_traced_here", "looped_run", "loops_tell", "normalize_sample", "number_tensor"]
 __all__ += ["one_capture_at_a_time", "packed_layers", "record_call", "same_numbers", "share_elements", "shown"]
 __all__ += ["sized", "uninitialized", "where_is", "with_dynamic_scalars", "with_generator"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +28,21 @@ from bridge.capture.replaced_functions import own_function
 if TYPE_CHECKING:
     from bridge.capture.recorder import OperatorRecorder
 
-__all__ = ["AsPython", "HigherOrder"]
+__all__ = ["AsPython", "ClosedFunction", "HigherOrder", "has_form"]
 
 
 class _NotExactError(Exception):
     """A call cannot be recorded exactly; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class ClosedFunction:
+    """A function of a graph that Dynamo made: it has no free variables, and Dynamo has accepted it."""
+
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
 
 
 def _cond(_: bool | None, pred: Any, true_fn: Callable, false_fn: Callable, operands: Sequence) -> Any:
@@ -62,12 +73,14 @@ def _map(_: bool | None, function: Callable, xs: Sequence[torch.Tensor], others:
 def _scan(
     _: bool | None, combine_fn: Callable, init: Sequence, xs: Sequence[torch.Tensor], additional_inputs: Sequence = ()
 ) -> Any:
-    carry, outs = init, []
+    carry, outs, is_flat = init, [], isinstance(combine_fn, ClosedFunction)
     for step in range(len(xs[0])):
         given = (*pytree.tree_leaves(carry), *(each.select(0, step) for each in xs), *additional_inputs)
-        carry, out = combine_fn(*given)
+        made = combine_fn(*given)
+        carry, out = (made[: len(init)], made[len(init) :]) if is_flat else made
         outs.append(out)
-    return carry, pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, _stacked(outs))
+    stacked = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, _stacked(outs))
+    return (*carry, *stacked) if is_flat else (carry, stacked)
 
 
 def _stacked(trees: Sequence[Any]) -> Any:
@@ -81,6 +94,11 @@ _FORMS["flex_attention"] = attention
 inside of another one) and the operator's arguments."""
 _FOLLOWED = {"flex_attention": 2}
 """Name of a higher-order operator → how many of its results autograd tracks, where that is not all."""
+
+
+def has_form(op: Any) -> bool:
+    """Whether a recorded run can hold a higher-order operator."""
+    return op.name() in _FORMS
 
 
 class AsPython(TorchFunctionMode):
@@ -198,6 +216,9 @@ class HigherOrder:
 
 
 def _traced(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves((args, kwargs))
+    if any(isinstance(each, ClosedFunction) for each in leaves):
+        return [each for each in leaves if isinstance(each, torch.Tensor)]
     try:
         with functions_of_torchs():
             return lifted_operands(op, args, kwargs)

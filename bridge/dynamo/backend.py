@@ -142,14 +142,23 @@ class CompiledGraph:
             compiled = self._compiled[key] = self._compile(values)
         if compiled is None:
             compiled = self._give_up()
-        reason = compiled if isinstance(compiled, str) else compiled.objection(values)
-        if reason is None:
+        tried = 0
+        while not isinstance(compiled, str) and (reason := compiled.objection(values)) is None:
             try:
                 return compiled(values)
-            except GuardFailure as failure:  # the forward program has changed nothing, so the call can run eager
-                reason = failure.reason
-        self._entries.count_miss(reason)
+            except GuardFailure as failure:  # the forward program has changed nothing, so the call can begin anew
+                tried += 1
+                if compiled.other is None and failure.__cause__ is None and tried <= self._max_entries:
+                    compiled.other = self._compile(values)
+                compiled = failure.reason if failure.__cause__ else compiled.other or failure.reason
+        self._entries.count_miss(compiled if isinstance(compiled, str) else reason)
         return self._graph_module(*inputs)
+
+    def _drop(self, compiled: Compiled | str | None) -> None:
+        """Drops an entry, and the entries for the other branches of its calls."""
+        while isinstance(compiled, Compiled):
+            self._entries.drop(compiled.entry)
+            compiled = compiled.other
 
     def _of_any_size(self, key: tuple, values: Sequence[Any]) -> Compiled | None:
         """An existing or new entry with dynamic shapes for these inputs; ``None`` if there can be none."""
@@ -172,7 +181,7 @@ class CompiledGraph:
             if differing and differing <= numbers:
                 self._dynamic_sizes.remove(known)
                 self._known_sizes.clear()
-                self._entries.drop(known[1].entry)
+                self._drop(known[1])
                 return differing
         return frozenset()
 
@@ -212,9 +221,7 @@ class CompiledGraph:
         for known in list(self._compiled) if numbers else ():
             differing = frozenset(i for i, (then, now) in enumerate(zip(known, key, strict=True)) if then != now)
             if differing <= numbers:
-                given_up = self._compiled.pop(known)
-                if isinstance(given_up, Compiled):
-                    self._entries.drop(given_up.entry)
+                self._drop(self._compiled.pop(known))
                 return differing
         return frozenset()
 

@@ -10,10 +10,10 @@ from torch import fx, nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
 from bridge.base.torch_internals import TRANSFORM_MODULES, HigherOrderOperator, storage_id
-from bridge.capture import one_capture_at_a_time
+from bridge.capture import has_form, one_capture_at_a_time
 from bridge.compile import Backend
 from bridge.dispatch import Entry, EntryOptions, backend_of_call, compile_programs
-from bridge.dynamo.graph import DynamoGraph, GraphSizes
+from bridge.dynamo.graph import DynamoGraph, GraphSizes, graphs_in
 from bridge.lowering import lower_once
 from bridge.state import SampleCall
 
@@ -37,7 +37,8 @@ def check_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Raises :class:`UnsupportedModule` for nodes that cannot be traced, and lazily negated or conjugated inputs."""
     problems = [
         Unsupported(_name(node.target), user_line(node.meta.get("stack_trace")) or node.name, reason)
-        for node in graph_module.graph.nodes
+        for graph in graphs_in(graph_module)
+        for node in graph.graph.nodes
         if (reason := _objection(node))
     ]
     problems += [
@@ -51,7 +52,7 @@ def check_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 def _objection(node: fx.Node) -> str | None:
     """The reason why a node cannot be traced, or ``None``."""
-    if isinstance(node.target, HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator) and not has_form(node.target):
         return "a higher-order operator"
     if node.op == "call_method" and node.target in ("item", "tolist"):
         return "reads numbers from a tensor that the graph computes"
@@ -84,6 +85,7 @@ class Compiled:
 
     Attributes:
         entry: the compiled entry; it has no guard, since Dynamo has one.
+        other: for calls that take another branch (``torch.cond``); or the reason why there is none.
 
     Args:
         backend: ``None``: the backend of the inputs' device.
@@ -110,6 +112,7 @@ class Compiled:
         with one_capture_at_a_time():
             lowered = lower_once(call, partition)
         captured = lowered.captured
+        self.other: Compiled | str | None = None
         self.entry = Entry(None, lowered, compile_programs(lowered, backend), EntryOptions(partition, backend))
         self._owned = [
             (None, region.input_of[spec.name])

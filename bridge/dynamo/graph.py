@@ -21,12 +21,13 @@ import torch
 from torch import fx, nn
 
 from bridge.base.torch_internals import enter_autocast, exit_autocast, get_data_attribute
-from bridge.capture import DynamicDim
+from bridge.capture import ClosedFunction, DynamicDim
 
 __all__ = [
     "DynamicScalars",
     "DynamoGraph",
     "GraphSizes",
+    "graphs_in",
     "inline_checkpoints",
     "numbers_of",
     "read_directly",
@@ -92,24 +93,34 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def inline_checkpoints(graph_module: fx.GraphModule) -> None:
-    """Inlines the body of each ``torch.utils.checkpoint`` into the graph, in place, nested ones included.
+    """Inlines the body of each ``torch.utils.checkpoint`` into its graph, in place, nested ones included.
 
     In Dynamo's graph a checkpoint is an operator that recomputes its body in the backward. Our partition decides about
     recomputation, so only the body matters. The operator must not remain even for eager runs of the graph: it would
     draw new dropout masks in the recomputation.
     """
-    for node in graph_module.graph.find_nodes(op="call_function", target=_CHECKPOINT):
-        body, *arguments = node.args
-        inline_checkpoints(getattr(graph_module, body.target))
-        _, kwargs = _CHECKPOINT.divide_kwargs(node.kwargs)
-        with graph_module.graph.inserting_before(node):
-            call = graph_module.graph.call_module(body.target, tuple(arguments), kwargs)
-        call.meta = dict(node.meta)
-        node.replace_all_uses_with(call)
-        graph_module.graph.erase_node(node)
-        if not body.users:
-            graph_module.graph.erase_node(body)
-    graph_module.recompile()
+    for graph in graphs_in(graph_module):
+        if found := graph.graph.find_nodes(op="call_function", target=_CHECKPOINT):
+            for node in found:
+                _inline(graph.graph, node)
+            graph.recompile()
+
+
+def _inline(graph: fx.Graph, node: fx.Node) -> None:
+    body, *arguments = node.args
+    _, kwargs = _CHECKPOINT.divide_kwargs(node.kwargs)
+    with graph.inserting_before(node):
+        call = graph.call_module(body.target, tuple(arguments), kwargs)
+    call.meta = dict(node.meta)
+    node.replace_all_uses_with(call)
+    graph.erase_node(node)
+    if not body.users:
+        graph.erase_node(body)
+
+
+def graphs_in(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
+    """A graph and all graphs inside: bodies of checkpoints and functions of higher-order operators."""
+    return [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
 
 
 class DynamoGraph(nn.Module):
@@ -156,6 +167,18 @@ class _Interpreter(fx.Interpreter):
     Dynamo's own function for the begin of an autocast region casts nothing while the graph is traced.
     """
 
+    def get_attr(self, target: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        return ClosedFunction(lambda *given: _Interpreter(value).run(*given)) if _is_graph(value) else value
+
+    def call_module(self, target: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        body = self.fetch_attr(target)
+        return (
+            _Interpreter(body).run(*args)
+            if _is_graph(body) and not kwargs
+            else super().call_module(target, args, kwargs)
+        )
+
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if target is enter_autocast:
             region = torch.autocast(*args, **kwargs)
@@ -166,6 +189,10 @@ class _Interpreter(fx.Interpreter):
         if target is get_data_attribute:  # tensor.data cannot be traced
             return args[0].detach()
         return super().call_function(target, args, kwargs)
+
+
+def _is_graph(value: Any) -> bool:
+    return isinstance(value, fx.GraphModule)
 
 
 def _owns_tensors(graph_module: fx.GraphModule) -> bool:

@@ -162,6 +162,9 @@ WHILES = {
     "a constant carried": lambda m, x: counted(2, lambda h: (h * m.w,), ONES.double()),
     "a constant and more": lambda m, x: counted(3, lambda h, c: (h * c, c * m.w), x, ONES.double()),
     "axes": lambda m, x: counted(2, lambda h: (h * 2,), (x * ROWS).t()),
+    "a loop whose steps stop gradients": lambda m, x: (
+        counted(7, lambda h: (torch.tanh(m.layer(h)),), ROWS.double())[1] * x
+    ),
     "no step": lambda m, x: x * m.w + without_grad(counted, 0, lambda h: (h * m.w,), x)[1],
     "axes without grad": lambda m, x: without_grad(counted, 2, lambda h: (h * m.w[:, None],), (x * ROWS).t()),
 }

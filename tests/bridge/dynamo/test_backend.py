@@ -271,7 +271,7 @@ def only_miss(found):
 
 
 @pytest.mark.composes(
-    "unsupported operators, custom Functions, `torch.cond`",
+    "unsupported operators, custom Functions",
     "that graph runs eager, with a reason (`bridge.dynamo.backend.graphs()`)",
     section='`torch.compile(model, backend="tvm_dispatch")`',
 )
@@ -303,13 +303,9 @@ class Tripled(torch.autograd.Function):
         return 3 * grad
 
 
-@pytest.mark.composes("unsupported operators, custom Functions, `torch.cond`")
+@pytest.mark.composes("unsupported operators, custom Functions")
 def test_a_custom_function_runs_eager():
     assert "higher-order" in only_miss(compare(lambda a: Tripled.apply(a) * 2, x(3, 4)))
-
-
-def test_a_branch_inside_the_graph_runs_eager():
-    assert "cond" in only_miss(compare(lambda a: torch.cond(a.sum() > 0, torch.sin, torch.cos, (a,)), x(3, 4)))
 
 
 def test_an_in_place_change_of_what_requires_grad_runs_eager():
