@@ -88,6 +88,9 @@ def _stacked(trees: Sequence[Any]) -> Any:
     return pytree.tree_unflatten([torch.stack(each) for each in leaves], pytree.tree_structure(trees[0]))
 
 
+_NOTHING_WRITTEN = "mutated_arg_indices", ""
+"""An argument that ``map`` has since torch 2.14; its own Dynamo takes none."""
+
 _FORMS: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "map_impl": _map, "scan": _scan}
 _FORMS["flex_attention"] = attention
 """Name of a higher-order operator → its replacement, which takes whether autograd tracks the operator (``None``: it is
@@ -170,6 +173,7 @@ class HigherOrder:
 
     def _call(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         form, record, answers = _FORMS[op.name()], self._recorder.record, self._recorder.answers
+        kwargs = {name: value for name, value in kwargs.items() if (name, value) != _NOTHING_WRITTEN}
         if self._is_inside:
             return run(form, (None, *args), kwargs)
         operands = _traced(op, args, kwargs) if answers is None else []
@@ -224,7 +228,8 @@ def _traced(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
             return lifted_operands(op, args, kwargs)
     except Exception as error:  # Dynamo may raise any error for a user's function
         swallowed(error)
-        said = next(iter(str(error).strip().splitlines()), "")
+        first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        said = f"{first} {rest[0]}" if first.endswith(":") and rest else first
         raise _NotExactError(f"is refused by Dynamo, by which eager runs it: {type(error).__name__}: {said}") from error
 
 

@@ -15,6 +15,7 @@ from autodiff.extents import Extent
 from autodiff.instantiate import instantiate
 from bridge import lower
 from bridge.aten import import_graph
+from bridge.base.devices import working_for
 from bridge.capture import Captured, capture, dynamic_dims, normalize_sample
 from bridge.lowering import LoweredCall, Sample
 from bridge.lowering.pipeline import cleaned_and_named
@@ -22,10 +23,12 @@ from bridge.lowering.stage import Stage
 from bridge.reference import interpret, run_graph
 from bridge.state import SampleCall
 from bridge.verify.inputs import eager_reference
+from tests.device import DEVICE
 
 __all__ = ["assert_as_eager", "at_sizes", "differentiated", "imported", "sizes_of"]
 
 
+@working_for(DEVICE)
 def imported(module: nn.Module, sample: Any, dynamic_shapes: Any) -> LoweredCall:
     """The call captured and imported, without gradients."""
     given = SampleCall(module, *normalize_sample(module, sample, None))
@@ -38,6 +41,7 @@ def imported(module: nn.Module, sample: Any, dynamic_shapes: Any) -> LoweredCall
     return call
 
 
+@working_for(DEVICE)
 def differentiated(module: nn.Module, sample: Any, dynamic_shapes: Any) -> LoweredCall:
     """The call lowered up to the stage ``cleaned``."""
     call = imported(module, sample, dynamic_shapes)
@@ -100,6 +104,7 @@ def at_sizes(lowered: LoweredCall, args: tuple, kwargs: dict[str, Any]) -> Lower
     return made
 
 
+@working_for(DEVICE)
 def assert_as_eager(
     lowered: LoweredCall, sample: Callable[..., Any], sizes: Sequence[Mapping[str, int] | tuple[int, ...]]
 ) -> None:

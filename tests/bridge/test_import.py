@@ -30,7 +30,7 @@ ROOMS = {
 def fresh(script: str) -> str:
     """A script's output in a new process."""
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(root), *filter(None, sys.path)))}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()

@@ -105,7 +105,7 @@ def test_levels():
 
 def run(program: str, **environment: str) -> subprocess.CompletedProcess:
     """In a process of its own: pytest has handlers of its own on the root logger."""
-    variables = {**os.environ, "PYTHONPATH": str(Path(bridge.__file__).parents[1]), **environment}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
     return subprocess.run(
         [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True, timeout=300
     )

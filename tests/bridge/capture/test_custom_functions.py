@@ -14,7 +14,7 @@ from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.verify import check
 from tests.bridge.capture import custom_functions as own
 from tests.bridge.compare import Call, assert_same, check_module, run
-from tests.device import moved
+from tests.device import DEVICE, moved
 from tests.sampling import sampled, spread
 
 FACTOR = 2.0
@@ -320,6 +320,8 @@ def test_second_derivatives_are_eagers(use):
             second_derivatives(module, x)
         return
     mine, eagers = second_derivatives(module, x), second_derivatives(eager, x)
+    if DEVICE.type != "cpu" and "a second time" in eagers:
+        pytest.skip("eager frees what a GPU's second backward reads")
     assert isinstance(mine, str) == isinstance(eagers, str), (mine, eagers)
     if isinstance(eagers, str):
         assert "once_differentiable" in eagers and mine == eagers

@@ -11,10 +11,11 @@ from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
 
 from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
+from tests.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:return_lse is deprecated")
 LENGTH, WIDTH = 6, 4
-DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 2, 2]])
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 2, 2]], device=DEVICE)
 
 
 def causal(b, h, q, k):
@@ -38,7 +39,7 @@ def of_document(b, h, q, k):
 
 
 def blocks(mask_mod, batch=None, heads=None):
-    return create_block_mask(mask_mod, batch, heads, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=4)
+    return create_block_mask(mask_mod, batch, heads, LENGTH, LENGTH, device=DEVICE, BLOCK_SIZE=4)
 
 
 def by_hand(function, scores=None, shape=None):
@@ -237,9 +238,9 @@ def test_gradients_are_those_of_eagers_backward(case, monkeypatch):
 
 def test_under_autocast():
     module, x = Attention(MODS["all of it"]).float(), inputs().detach().float()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast(DEVICE.type, torch.bfloat16):
         wanted = module(x)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         add_tvm_dispatch(module, x)
         found = module(x)
     found.float().square().sum().backward()
@@ -282,7 +283,7 @@ def test_a_mask_that_is_an_attribute():
 
 def documents(ids, size=4, mod=causal):
     mask_mod = and_masks(mod, lambda b, h, q, k: ids[b, q] == ids[b, k])
-    return create_block_mask(mask_mod, 2, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=size)
+    return create_block_mask(mask_mod, 2, None, LENGTH, LENGTH, device=DEVICE, BLOCK_SIZE=size)
 
 
 class Masked(nn.Module):
@@ -384,11 +385,14 @@ REFUSED = {
     "random operation": lambda m: {"score_mod": lambda score, b, h, q, k: score + torch.rand(())},
     "flex_attention: is refused by Dynamo": lambda m: {"score_mod": lambda s, b, h, q, k: m.seen.append(s) or s},
     "max scores is not supported on CPU": lambda m: {"return_aux": AuxRequest(max_scores=True)},
-    "block_mask was created for": lambda m: {"block_mask": create_block_mask(causal, None, None, 4, 4, device="cpu")},
+    "block_mask was created for": lambda m: {"block_mask": create_block_mask(causal, None, None, 4, 4, device=DEVICE)},
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(each, marks=pytest.mark.cpu("eager's kernels")) if "on CPU" in each else each for each in REFUSED],
+)
 def test_what_torch_refuses_is_refused(words):
     module = Attention(REFUSED[words])
     module.seen = []
@@ -397,6 +401,7 @@ def test_what_torch_refuses_is_refused(words):
     assert module.seen == []
 
 
+@pytest.mark.cpu("eager has a backward elsewhere")
 def test_eager_is_left_as_it_was():
     before = dict(vars(torchs)), dict(vars(torch.Tensor))
     module, x = Attention(MODS["causal"]), inputs()

@@ -238,6 +238,12 @@ REFUSED = {
 }
 
 
+def test_a_refusal_says_why_dynamo_refuses():
+    """Dynamo's reason is in the second line of its message."""
+    with pytest.raises(UnsupportedModule, match=r"is refused by Dynamo[^\n]*error: \w"):
+        dispatched(REFUSED["a side effect"], ONES)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_eager_does_not_run_is_refused_by_name(case):
     with pytest.raises(UnsupportedModule, match=r"(cond|scan|while_loop): is refused by Dynamo[\s\S]*order\.py:\d+: "):

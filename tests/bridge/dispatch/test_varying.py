@@ -259,6 +259,7 @@ def test_many_sizes_leave_memory_flat(monkeypatch):
     assert len(entry.bound) == 32 and stats(module).hits == 128 and grown < 50_000
 
 
+@pytest.mark.cpu("CUDA is not initialized again in a forked process")
 def test_a_forked_child_goes_on():
     eager, module = dispatched(lambda: nn.Sequential(nn.Linear(6, 9), nn.GELU()), rows(5), ({0: BATCH},))
     module(*rows(9).args)

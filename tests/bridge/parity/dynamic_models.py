@@ -49,8 +49,8 @@ def texts(batch: int, length: int) -> dict[str, Tensor]:
 
 
 def padded(batch: int, length: int) -> Tensor:
-    """Whether a token stands there; the first sequence is the longest."""
-    lengths = torch.tensor([max(2, length - 2 * row) for row in range(batch)])
+    """Whether a token stands there; the first sequence is the longest, and another one is shorter."""
+    lengths = torch.tensor([max(1, length - 2 * row) for row in range(batch)])
     return torch.arange(length) < lengths[:, None]
 
 

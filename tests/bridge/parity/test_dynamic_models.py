@@ -18,6 +18,7 @@ from transformers.models.t5 import modeling_t5
 from bridge import add_tvm_dispatch, stats
 from tests.bridge.compare import Call, assert_same, clone_tree, run
 from tests.bridge.parity.dynamic_models import MODELS, Varying
+from tests.device import DEVICE
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="products and poolings of older versions fix the sizes, or guard them further"
@@ -60,7 +61,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         for module in (modeling_llama, modeling_t5):
             patch.setattr(module, "torch", double)
         torch.manual_seed(0)
-        eager = model.make().double().train()
+        eager = model.make().double().train().to(DEVICE)
         dispatched = copy.deepcopy(eager)
         add_tvm_dispatch(dispatched, model.inputs(*model.sizes[0]), dynamic_shapes=model.shapes)
         yield Pair(model, eager, dispatched)

@@ -207,7 +207,7 @@ def _run(script):
 
 
 def _environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), *filter(None, sys.path))), "OMP_NUM_THREADS": "1"}
 
 
 def test_the_reproducer_runs_without_the_module(tmp_path):
