@@ -7,6 +7,7 @@ Replaced attributes: (an owner, values by name) → set while active, restored a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import set_grad_enabled
 
 __all__ = ["ambient_autocast", "autocast_setting", "autocast_settings", "autocast_to", "cuda_autocast_setting"]
-__all__ += ["distributions_validate", "modes_put_back", "replaced"]
+__all__ += ["distributions_validate", "modes_put_back", "replaced", "replaced_here"]
 
 _HOST, _CUDA = HOST.type, "cuda"
 
@@ -106,3 +107,19 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+@contextmanager
+def replaced_here(owner: Any, **made: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
+    """While active, this thread calls other functions by these names of ``owner``; other threads call the originals.
+
+    ``made``: name → (the original → this thread's function).
+    """
+    thread = threading.get_ident()
+
+    def of_thread(original: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (own if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    originals = {name: getattr(owner, name) for name in made}
+    with replaced(owner, **{name: of_thread(each, made[name](each)) for name, each in originals.items()}):
+        yield

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bridge.base.modes import replaced
+from bridge.base.modes import replaced_here
 from bridge.base.torch_internals import HigherOrderOperator, find, frames_compiled
 from bridge.base.torch_recording import no_python_kernels
 
@@ -112,14 +111,6 @@ def is_check_of_devices(func: Any) -> bool:
     return frame is not None and frame.f_code is _flex._validate_device.__code__
 
 
-@contextmanager
-def nested_operands() -> Iterator[None]:
+def nested_operands() -> AbstractContextManager[None]:
     """While active, ``torch.cond`` takes operands in dictionaries and lists in this thread, as under Dynamo."""
-    original, thread = _cond.validate_subgraph_args_types, threading.get_ident()
-
-    def validate(operands: Any) -> None:
-        if threading.get_ident() != thread:
-            original(operands)
-
-    with replaced(_cond, validate_subgraph_args_types=validate):
-        yield
+    return replaced_here(_cond, validate_subgraph_args_types=lambda original: lambda operands: None)

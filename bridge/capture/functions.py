@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -21,11 +21,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
-from bridge.base.modes import replaced
+from bridge.base.modes import replaced_here
 from bridge.base.threads import raise_deferred, stack_of
 from bridge.base.torch_fakes import fake_type_hidden
 from bridge.base.torch_higher_order import is_check_of_devices
 from bridge.base.torch_internals import (
+    VF,
     FakeTensor,
     HigherOrderOperator,
     TensorBase,
@@ -163,7 +164,7 @@ class Functions(TorchFunctionMode):
             self.recorder.asked = None
 
     def _in_form(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if (handler := HANDLERS.get(func)) is not None:
+        if (handler := HANDLERS.get(func)) is not None and not self._calls.may_call_replacement(func):
             with self._calls.own():
                 return handler(*args, **kwargs)
         if (form := _FORMS.get(func)) is not None:
@@ -199,47 +200,32 @@ class Functions(TorchFunctionMode):
         if self.rules is not None:
             self.rules.complain(op, reason, hint)
 
-    @contextmanager
-    def scripts(self) -> Iterator[None]:
+    def scripts(self) -> AbstractContextManager[None]:
         """While active, TorchScript functions run operator by operator in this thread, without fused kernels."""
-        original, thread, fakes = ScriptFunction.__call__, threading.get_ident(), self.rules is None
+        return replaced_here(ScriptFunction, __call__=lambda original: partial(run_unfused, fakes=self.rules is None))
 
-        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                return run_unfused(function, *args, fakes=fakes, **kwargs)
-            return original(function, *args, **kwargs)
-
-        with replaced(ScriptFunction, __call__=call):
-            yield
-
-    @contextmanager
-    def parameters(self) -> Iterator[None]:
+    def parameters(self) -> AbstractContextManager[None]:
         """While active, a parameter that this thread makes is an alias of its data, detached from the graph."""
-        original, thread, recorder = nn.Parameter.__new__, threading.get_ident(), self.recorder
+        return replaced_here(nn.Parameter, __new__=lambda original: partial(self._new_parameter, original))
 
-        def new(kind: type, data: Any = None, requires_grad: bool = True) -> Any:
-            if threading.get_ident() != thread or recorder.paused or innermost_transform() is not None:
-                return original(kind, data, requires_grad)
-            values = (torch.empty(0) if data is None else data).detach()
-            with recorder.pause(), no_torch_function():
-                made = original(kind, values, requires_grad)
-            recorder.stand_for(made, values)
-            return made
-
-        with replaced(nn.Parameter, __new__=new):
-            yield
+    def _new_parameter(self, original: Any, kind: type, data: Any = None, requires_grad: bool = True) -> Any:
+        recorder = self.recorder
+        if recorder.paused or innermost_transform() is not None:
+            return original(kind, data, requires_grad)
+        values = (torch.empty(0) if data is None else data).detach()
+        with recorder.pause(), no_torch_function():
+            made = original(kind, values, requires_grad)
+        recorder.stand_for(made, values)
+        return made
 
     @contextmanager
     def of_fakes(self) -> Iterator[None]:
         """While active, ``tolist`` of fake tensors is a torch function in this thread, as it is for other tensors, and
         the type of fake tensors is hidden from forward."""
-        original, thread = FakeTensor.tolist, threading.get_ident()
-
-        def tolist(x: torch.Tensor) -> Any:
-            return TensorBase.tolist(x) if threading.get_ident() == thread else original(x)
-
-        with replaced(FakeTensor, tolist=tolist), fake_type_hidden(lambda: threading.get_ident() == thread):
-            yield
+        thread = threading.get_ident()
+        with replaced_here(FakeTensor, tolist=lambda original: TensorBase.tolist):
+            with fake_type_hidden(lambda: threading.get_ident() == thread):
+                yield
 
     # Numbers
 
@@ -455,13 +441,12 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,
     TensorBase.tolist: _numbers,
     TensorBase.new_tensor: _like_tensors,
-    **{each: partial(_of_tensors, each) for each in (torch.tensor, torch.as_tensor, torch.asarray)},
+    **{each: partial(_of_tensors, each) for each in (VF.tensor, VF.as_tensor, VF.asarray)},
     **{each: partial(_as_text, each) for each in (torch.Tensor.__repr__, torch.Tensor.__format__)},
     **{each: partial(_as_array, each) for each in (TensorBase.numpy, torch.Tensor.__array__)},
     torch.Tensor.__dlpack__: partial(_shared, torch.Tensor.__dlpack__),
-    **{each: partial(_narrowed, each) for each in (torch.narrow, TensorBase.narrow)},
-    torch.tensor_split: partial(_split, torch.tensor_split),
-    TensorBase.tensor_split: partial(_split, TensorBase.tensor_split),
+    **{each: partial(_narrowed, each) for each in (VF.narrow, TensorBase.narrow)},
+    **{each: partial(_split, each) for each in (VF.tensor_split, TensorBase.tensor_split)},
     **{function: _of_counts(form) for function, form in FORMS.items()},
     TensorBase.__getitem__: at_numbers,
     TensorBase.__setitem__: at_numbers,

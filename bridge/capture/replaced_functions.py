@@ -10,20 +10,19 @@ from __future__ import annotations
 import ast
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from bridge.base.modes import replaced
+from bridge.base.modes import replaced_here
 from bridge.base.torch_internals import VF, TensorBase
 
-__all__ = ["functions_of_torch", "has_replacements", "own_function"]
+__all__ = ["functions_of_torch", "own_function", "replacements"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ANNOUNCES = torch.overrides.handle_torch_function.__code__
@@ -58,25 +57,30 @@ def own_function(function: Any) -> Any:
     return getattr(TensorBase, name, function)
 
 
-def has_replacements() -> bool:
-    """Whether a function of ``torch`` or a method of ``torch.Tensor`` is replaced."""
-    return not all(map(_is_torchs, (*vars(torch).values(), *vars(torch.Tensor).values())))
+def replacements() -> dict[Any, dict[str, Any]]:
+    """``torch`` and ``torch.Tensor`` → their functions that are replaced, by name, each with torch's own."""
+    found = {}
+    for owner, own_of in ((torch, _function_called), (torch.Tensor, _method_called)):
+        names = [name for name, each in vars(owner).items() if not _is_torchs(each)]
+        found[owner] = {name: own for name in names if (own := own_of(name)) is not None}
+    return {owner: own for owner, own in found.items() if own}
 
 
 @contextmanager
-def functions_of_torch() -> Iterator[None]:
-    """While active, this thread finds torch's own functions and methods of tensors in place of replacements."""
-    here = threading.get_ident()
+def functions_of_torch(found: dict[Any, dict[str, Any]] | None = None) -> Iterator[None]:
+    """While active, this thread finds torch's own functions and methods of tensors in place of replacements.
 
-    def own_here(theirs: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (own if threading.get_ident() == here else theirs)(*args, **kwargs)
-
+    ``found``: the result of :func:`replacements`, if it is known.
+    """
     with ExitStack() as stack:
-        for owner, own_of in ((torch, _function_called), (torch.Tensor, _method_called)):
-            theirs = {name: each for name, each in vars(owner).items() if not _is_torchs(each)}
-            pairs = {name: (each, own) for name, each in theirs.items() if (own := own_of(name)) is not None}
-            stack.enter_context(replaced(owner, **{name: own_here(*pair) for name, pair in pairs.items()}))
+        for owner, own in (replacements() if found is None else found).items():
+            made = {name: partial(_either, each) for name, each in own.items()}
+            stack.enter_context(replaced_here(owner, **made))
         yield
+
+
+def _either(own: Any, replacement: Any) -> Any:
+    return own
 
 
 def _function_called(name: str) -> Any:

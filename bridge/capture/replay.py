@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.nn import functional as F
 from bridge.base.torch_autograd import apply_function, no_torch_dispatch
 from bridge.base.torch_fakes import fake_of, fake_state, meta_tensor
 from bridge.base.torch_internals import FakeTensorMode
-from bridge.capture.replaced_functions import functions_of_torch, has_replacements
+from bridge.capture.replaced_functions import functions_of_torch, replacements
 from bridge.capture.rows import CONSTANTS, FunctionCall, Record, ValueRef, mapped, memory_of, values_in, written
 
 __all__ = ["FunctionReplay", "Replayed", "fakes_of", "has_form"]
@@ -35,7 +37,12 @@ class FunctionReplay:
     """
 
     def __init__(self, recorder: Any) -> None:
-        self._recorder, self.own = recorder, functions_of_torch if has_replacements() else nullcontext
+        self._replaced = found = replacements()
+        self._recorder, self.own = recorder, partial(functions_of_torch, found) if found else nullcontext
+
+    def may_call_replacement(self, func: Any) -> bool:
+        """Whether a function in Python (``F.ctc_loss``) calls one of this name that the user has replaced."""
+        return type(func) is FunctionType and func.__name__ in self._replaced.get(torch, ())
 
     def call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls or replays ``func(*args, **kwargs)`` → its result."""

@@ -22,7 +22,7 @@ import torch
 
 from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.base.generators import of_gpus
-from bridge.base.modes import replaced
+from bridge.base.modes import replaced_here
 from bridge.base.threads import free_in_children, held, raise_deferred
 from bridge.base.torch_internals import (
     compile_lock,
@@ -200,17 +200,15 @@ def _warned_of(shown: bool) -> Iterator[None]:
 
 
 _print = print
-_SPOKEN = (builtins, "print"), (logging.Logger, "handle")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """While active, this thread prints nothing to the standard streams and logs nothing."""
-    here = threading.get_ident()
 
     def silent(spoken: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != here or kwargs.get("file") not in (None, sys.stdout, sys.stderr):
+            if kwargs.get("file") not in (None, sys.stdout, sys.stderr):
                 return spoken(*args, **kwargs)
             if spoken is _print:  # formats the arguments, which may read numbers
                 spoken(*args, **{**kwargs, "file": io.StringIO()})
@@ -220,7 +218,5 @@ def quiet() -> Iterator[None]:
 
         return run
 
-    with ExitStack() as stack:
-        for owner, name in _SPOKEN:
-            stack.enter_context(replaced(owner, **{name: silent(getattr(owner, name))}))
+    with replaced_here(builtins, print=silent), replaced_here(logging.Logger, handle=silent):
         yield

@@ -233,7 +233,7 @@ def _quantile(function, operator, input, q, dim=None, keepdim=False, *, interpol
 for _name in ("quantile", "nanquantile"):
     _operator = _define_quantile(_name)
     if applies(until="2.13"):
-        for _function in (getattr(torch, _name), getattr(torch.Tensor, _name)):
+        for _function in (getattr(VF, _name), getattr(TensorBase, _name)):
             HANDLERS[_function] = partial(_quantile, _function, _operator)
 
 

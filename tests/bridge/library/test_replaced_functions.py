@@ -13,7 +13,9 @@ from torch import nn
 
 import bridge
 from bridge import add_tvm_dispatch, stats
+from bridge.base.modes import replaced
 from bridge.base.torch_internals import VF
+from bridge.capture.replaced_functions import replacements
 from tests.bridge.test_import import fresh
 
 SCRIPT = """
@@ -27,9 +29,10 @@ def twice(old):
         return 2 * made if isinstance(made, torch.Tensor) else type(made)([2 * made[0], *made[1:]])
     return replaced
 
-for name in "index_select sort topk max cummax cat mm addmm erfc atan2 fmod div gather zeros softmax".split():
+for name in "index_select sort topk max cummax cat mm addmm erfc atan2 fmod div gather zeros softmax narrow tensor_split".split():
     setattr(torch, name, twice(getattr(torch, name)))
 nn.functional.linear = twice(nn.functional.linear)
+torch.Tensor.__getitem__ = twice(torch.Tensor.__getitem__)  # CPython has another kind of sequence from then on
 
 from bridge import add_tvm_dispatch, stats
 
@@ -43,6 +46,9 @@ class Replaced(nn.Module):
         at = torch.tensor([2, 0])
         parts = [torch.index_select(h, 0, at), h[at].sort(1)[0], torch.sort(h, 1)[0], h.cummax(1)[0], torch.mm(h, h)]
         parts += [torch.max(h, 1)[0][:, None] * x, torch.atan2(h, x), h.fmod(x), torch.div(h, x, rounding_mode="floor")]
+        places = torch.tensor([1, 3])
+        parts += [torch.narrow(h, 0, places[0], 2), torch.tensor_split(h, places)[1]]
+        parts += [h[x > 0.9].sum() + h[1] + h[:1] + h[torch.tensor(2)]]
         return torch.cat([*parts, torch.topk(h, 2)[0].repeat(1, 2)]) + torch.erfc(h[:1])
 
 torch.manual_seed(0)
@@ -86,12 +92,12 @@ REPLACED = {
     "a method in C": ("torch.Tensor.sum", lambda h, x: (h @ x).sum()),
     "an operator": ("torch.Tensor.__sub__", lambda h, x: (h - x).abs()),
     "a method in Python": ("torch.Tensor.norm", lambda h, x: h.norm()),
-    "an index": ("torch.Tensor.__getitem__", lambda h, x: h[1] + h[torch.tensor(2)] + h[x > 0.9].sum()),
+    "behind a function in another form": ("torch.max_pool1d", lambda h, x: F.max_pool1d(h[None], 2)),
 }
 
 
 @pytest.mark.parametrize("kind", REPLACED)
-def test_a_replacement_is_applied_as_often_as_in_eager(kind, monkeypatch):
+def test_a_replacement_is_applied_as_often_as_in_eager(kind):
     """Not by torch's decompositions, nor once more where torch announces a function to a mode by its public name."""
     path, compute = REPLACED[kind]
     owner, _, name = path.rpartition(".")
@@ -109,17 +115,21 @@ def test_a_replacement_is_applied_as_often_as_in_eager(kind, monkeypatch):
     torch.manual_seed(0)
     eager, x = Computed().double(), torch.rand(4, 4).double()
     module, plain = copy.deepcopy(eager), compute(eager.inner(x), x)
-    monkeypatch.setattr(owner, name, lambda *args, **kwargs: 2 * own(*args, **kwargs))
-    replacement = getattr(owner, name)
-    add_tvm_dispatch(module, x)
-    found, expected = module(x), eager(x)
-    assert stats(module).hits == 1 and getattr(owner, name) is replacement
-    monkeypatch.undo()
+    with replaced(owner, **{name: lambda *args, **kwargs: 2 * own(*args, **kwargs)}):
+        replacement = getattr(owner, name)
+        add_tvm_dispatch(module, x)
+        found, expected = module(x), eager(x)
+        assert stats(module).hits == 1 and getattr(owner, name) is replacement
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     assert kind in ("a composite operator", "a loss", "a method of a decomposition") or not torch.equal(found, plain)
     gradients = [torch.autograd.grad(each.sum(), of.parameters()) for each, of in ((found, module), (expected, eager))]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_nothing_is_put_back_where_nothing_is_replaced():
+    """Functions of Python's that torch holds by its names are no replacements."""
+    assert replacements() == {}
 
 
 ROOM = Path(bridge.__file__).parent
