@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import tvm
 from tvm import tirx
@@ -68,6 +69,7 @@ NARROW = RegisterTile((2, 4, 6), 32, 12, 28)
 """12 accumulators of AVX2's 16 registers; two hold ``b``, one ``a``."""
 
 
+@lru_cache(maxsize=8)  # TVM takes half a millisecond to answer, and each product of a model asks several times
 def register_tile(target: Target) -> RegisterTile | None:
     """The tile for a processor; ``None`` without vector fused multiply-adds."""
 
