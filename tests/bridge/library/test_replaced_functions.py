@@ -29,7 +29,8 @@ def twice(old):
         return 2 * made if isinstance(made, torch.Tensor) else type(made)([2 * made[0], *made[1:]])
     return replaced
 
-for name in "index_select sort topk max cummax cat mm addmm erfc atan2 fmod div gather zeros softmax narrow tensor_split".split():
+names = "index_select sort topk max cummax cat mm addmm erfc atan2 fmod div gather zeros softmax narrow tensor_split"
+for name in names.split():
     setattr(torch, name, twice(getattr(torch, name)))
 nn.functional.linear = twice(nn.functional.linear)
 torch.Tensor.__getitem__ = twice(torch.Tensor.__getitem__)  # CPython has another kind of sequence from then on
