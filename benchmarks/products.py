@@ -24,7 +24,7 @@ from bridge.base.session import SESSION
 from bridge.compile import Program, compile_function, host_backend
 from bridge.compile.cpu.build import attainable_rate
 from bridge.compile.cpu.products import CpuProducts, ProductTrial
-from bridge.compile.schedule.chain_plan import LayoutClass, ProductShape, is_generated
+from bridge.compile.schedule.products import LayoutClass, ProductShape, is_generated
 
 LINEARS = [(14, 768, 768), (14, 768, 3072), (128, 768, 768), (128, 3072, 768), (1024, 768, 3072), (1024, 3072, 768)]
 ATTENTIONS = [(1, 14), (1, 128), (8, 128)]

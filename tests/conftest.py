@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bridge.compile import Built
-from bridge.compile.schedule.chain_plan import GENERATED
+from bridge.compile.schedule.products import GENERATED
 from bridge.lowering import LoweredCall, reuse
 from bridge.trials import Pace
 from tests.device import DEVICE, factories_on, moved

@@ -12,9 +12,9 @@ from bridge.compile.cuda.backend import CudaBackend, generate, generate_apart
 from bridge.compile.cuda.limits import LIMITS, ORDER
 from bridge.compile.loop_ir.graph import Graph, Reduction, Value
 from bridge.compile.runtime.link import kernel_apart
-from bridge.compile.schedule.chain_plan import plan_columns
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.plan_rows import Planned, plan_rows
+from bridge.compile.schedule.products import plan_columns
 from bridge.compile.schedule.read_again import read_again
 from bridge.compile.schedule.row_plan import RowPlan
 from tests.opencl import OpenClKernels

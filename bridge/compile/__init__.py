@@ -30,7 +30,7 @@ from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.storage import load as load_program
 from bridge.compile.runtime.storage import save as save_program
-from bridge.compile.schedule.chain_plan import ProductShape
+from bridge.compile.schedule.products import ProductShape
 from bridge.compile.signature import KeptFunction, digest_of
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask

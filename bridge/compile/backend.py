@@ -19,10 +19,10 @@ from tvm.tirx import PrimFunc
 
 from autodiff.lazy import cached_property
 from bridge.compile.loop_ir.operations import LookupPlan, PackPlan, PoolPlan, ProductPlan, ScatterPlan
-from bridge.compile.schedule.chain_plan import ChainPlan, ColumnPlan, ProductPolicy
 from bridge.compile.schedule.horizontal_fusion import HorizontalFusionPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
+from bridge.compile.schedule.products import ColumnPlan, ProductPolicy
 from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["Backend", "Built"]
@@ -99,16 +99,14 @@ class Backend(ABC):
         """The product policy for a number of threads; ``deterministic``: the same choices in every process."""
 
     @abstractmethod
-    def kernel(
-        self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan | HorizontalFusionPlan | ChainPlan
-    ) -> PrimFunc:
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan | HorizontalFusionPlan) -> PrimFunc:
         """The kernel of a plan; equal plans share one kernel.
 
         One product kernel serves all plans of an element type: it reads
         :data:`~bridge.compile.loop_ir.operations.FIELDS` at each launch. The limits decide on horizontal fusion.
         """
 
-    def apart(self, plan: RowPlan | ColumnPlan | HorizontalFusionPlan | ChainPlan) -> tuple[PrimFunc, PrimFunc] | None:
+    def apart(self, plan: RowPlan | ColumnPlan | HorizontalFusionPlan) -> tuple[PrimFunc, PrimFunc] | None:
         """A plan → two kernels, launched one after the other: one leaves partial column sums, one adds the partials.
 
         ``None``: the plan is one kernel. The first kernel takes inputs, results (except column results) and scratch

@@ -4,7 +4,6 @@
     name          GELU of half types by the normal distribution       bridge.compile.passes.patterns
     moments       variances of columns by sums of squares             bridge.compile.passes.patterns
     pad           large products of misaligned rows, on a GPU         bridge.compile.passes.product_variants
-    chains        attention's three steps as one, where faster        bridge.compile.pipeline
     choose        memory layouts, algorithms of products              bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
     accumulate    sums of products in place, where that is allowed    bridge.compile.passes.product_variants
@@ -15,9 +14,6 @@
     plan          instructions over torch-owned memory                bridge.compile.runtime.link
 
 :func:`compile_function` runs all stages, :class:`Compilation` in two parts; equal functions share a live program.
-
-Chosen chains: a layout-agnostic graph → the products that one fused kernel computes, as an A/B timing
-(:mod:`bridge.trials`) decides. The timing compiles the chain alone, in both forms, with its own memory.
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ from functools import partial
 from operator import itemgetter
 from weakref import WeakValueDictionary
 
-import torch
 from tvm_ffi import structural_equal, structural_hash
 
 from autodiff.extents import Extent, ExtentScope
@@ -42,11 +37,9 @@ from bridge.artifact import current_store, of_this_package
 from bridge.base.log import Stopwatch, channel
 from bridge.base.session import SESSION
 from bridge.base.threads import free_in_children, raise_deferred, renewed_in_children
-from bridge.base.torch_internals import VF
 from bridge.compile.backend import Backend
-from bridge.compile.loop_ir.graph import Graph, LoopCall, MatMul, Value, eliminate_dead_code
+from bridge.compile.loop_ir.graph import Graph, LoopCall, eliminate_dead_code
 from bridge.compile.options import CompileOptions
-from bridge.compile.passes.chains import Chain, chains_in
 from bridge.compile.passes.cheap import add_few_rows, cast_where_read, count_where_read, recompute_row_values
 from bridge.compile.passes.choose_layouts import (
     choose_layouts,
@@ -68,64 +61,12 @@ from bridge.compile.runtime.link import assemble
 from bridge.compile.runtime.loop_frame import inner_steps
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.storage import keep_program, kept_program
-from bridge.compile.schedule.chain_plan import ProductPolicy, ProductShape
+from bridge.compile.schedule.products import ProductPolicy, ProductShape
 from bridge.compile.signature import KeptFunction, digest_of, size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate
-from bridge.trials import TRIALS, Question
 
-__all__ = ["STEPS", "Compilation", "chosen_chains", "compile_function", "optimize"]
-
-STEPS, CHAIN = "steps", "chain"
-
-_WORTH = 0.95
-"""A chain is chosen only if it takes less than this part of the time of its separate steps."""
-
-Optimize = Callable[[Graph, Backend], Graph]
-"""Optimizes a graph whose layouts are chosen."""
-
-
-def chosen_chains(
-    graph: Graph, options: CompileOptions, policy: ProductPolicy, optimize: Optimize
-) -> frozenset[MatMul]:
-    """The products that fused chains compute in a function with frozen constants.
-
-    Empty if gradients are asked for: the algorithm of a product must then follow from its shape alone.
-    """
-    if not policy.chains or not options.constants:
-        return frozenset()
-    chosen: set[MatMul] = set()
-    for chain in chains_in(graph):
-        if not chosen & {chain.first, chain.second} and _is_quicker(chain, graph.constants, options, policy, optimize):
-            chosen |= {chain.first, chain.second}
-    return frozenset(chosen)
-
-
-def _is_quicker(
-    chain: Chain, constants: Mapping[Value, object], options: CompileOptions, policy: ProductPolicy, optimize: Optimize
-) -> bool:
-    backend = options.backend
-    name = f"{chain.first.out.shape} {chain.second.out.shape}"
-    machine = backend.key, options.threads, *backend.machine()
-    make = partial(_forms, chain, constants, backend, policy, optimize)
-    measure = partial(policy.seconds_of_chain, make)
-    return TRIALS.choose(Question("chain", name, chain.text, (STEPS, CHAIN), machine), measure, _WORTH) == CHAIN
-
-
-def _forms(
-    chain: Chain, constants: Mapping[Value, object], backend: Backend, policy: ProductPolicy, optimize: Optimize
-) -> dict[str, Callable[[], object]]:
-    """Runnable trials: the separate steps and, if the chained form has fewer steps, the chain."""
-    graph, products = chain.graph(dict(constants))
-    inputs = [VF.ones(param.shape, dtype=getattr(torch, param.dtype)) for param in graph.params]
-    programs = {}
-    for way, chained in ((STEPS, frozenset()), (CHAIN, products)):
-        placed = optimize(choose_layouts(graph, backend, policy, chained=chained), backend)
-        programs[way] = assemble(placed, f"trial_{way}", backend, {})
-    if len(programs[CHAIN].steps) >= len(programs[STEPS].steps):
-        del programs[CHAIN]
-    return {way: partial(program, inputs) for way, program in programs.items()}
-
+__all__ = ["Compilation", "compile_function", "optimize"]
 
 PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     generate_lookups,  # first: later passes see its copies
@@ -290,9 +231,8 @@ class _Graphs:
         neutral = read_parts_apart(neutral, self._backend)
         neutral = split_products(neutral, partial(policy.parts, is_step=is_step), is_step)
         neutral = pad_products(neutral, policy.unit)
-        chained = chosen_chains(neutral, options, policy, optimize)
         counts = options.grad_outs, options.constants, lasting
-        placed = choose_layouts(neutral, self._backend, policy, *counts, chained, dict(options.orders))
+        placed = choose_layouts(neutral, self._backend, policy, *counts, dict(options.orders))
         graph = optimize(placed, self._backend)
         if options.sums_in_place:
             graph = accumulate(graph)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from bridge.base.mkl import multiply_packed
 from bridge.base.session import SESSION
 from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_internals import VF, aten, linear_pointwise, storage_id
@@ -265,13 +264,3 @@ def _mm_swapped(outs: Tensors, args: Tensors) -> None:
 def _linear(outs: Tensors, args: Tensors) -> None:
     """A matrix product by oneDNN's linear layer, whose weight is the transpose of the second operand."""
     outs[0].copy_(linear_pointwise(args[0], args[1].t(), None, "none", [], ""))
-
-
-@out_kernel("packed")
-def _packed(outs: Tensors, args: Tensors, rows: int) -> None:
-    """A float32 matrix product whose second operand, a constant, MKL has packed for ``rows`` rows of the first; torch's
-    product where it is not packed."""
-    if args[1].ndim == 1:
-        multiply_packed(args[0], args[1], outs[0])
-    else:
-        VF.mm(args[0], args[1], out=outs[0])

@@ -52,7 +52,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]], full: bool, right:
     return lines
 
 
-_PRODUCTS = frozenset(["mm", "mm_lt", "mm_biased", "mm_swapped", "linear", "packed", "bmm"])
+_PRODUCTS = frozenset(["mm", "mm_lt", "mm_biased", "mm_swapped", "linear", "bmm"])
 """Names of the library kernels of matrix products."""
 
 

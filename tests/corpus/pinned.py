@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bridge.base.session import SESSION
-from bridge.compile.schedule.chain_plan import GENERATED
+from bridge.compile.schedule.products import GENERATED
 from bridge.trials import Pace
 
 __all__ = ["ENVIRONMENT", "fresh", "pinned", "seeded"]

@@ -21,7 +21,7 @@ FEWER = {"steps=60": "steps=12", "epochs=12": "epochs=6", "lengths = (2, 4, 8)":
 
 PRELUDE = """
 from bridge.compile.cpu import products
-from bridge.compile.schedule.chain_plan import GENERATED
+from bridge.compile.schedule.products import GENERATED
 from bridge.dispatch import profitability
 from bridge.show.memory import PREPARATIONS
 from bridge.trials import Pace

@@ -19,7 +19,7 @@ from tvm.tirx import PrimFunc
 from bridge.base.log import channel
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import CpuLibraries, fingerprint, kernel_source
-from bridge.compile.cpu.gemm import chain_function, gemm_function, packed_gemm_function, packing_function
+from bridge.compile.cpu.gemm import gemm_function, packed_gemm_function, packing_function
 from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.loops import generate, generate_columns, scheduled
 from bridge.compile.cpu.products import CpuProducts, Multiply, generated_types
@@ -30,9 +30,9 @@ from bridge.compile.runtime.executor import Executor, bind_all
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.loop_frame import RunLoop
 from bridge.compile.runtime.program import Program
-from bridge.compile.schedule.chain_plan import ChainPlan, ColumnPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
+from bridge.compile.schedule.products import ColumnPlan
 from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["LANES", "LIMITS", "ORDER", "CpuBackend", "host_backend"]
@@ -184,12 +184,8 @@ class CpuBackend(Backend):
             for name in generated_types(self.target, tensors):
                 self.build(self._packed(name) if in_loops else [self._product(name)])
 
-    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan | ChainPlan) -> PrimFunc:
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan) -> PrimFunc:
         match plan:
-            case ChainPlan():
-                tile = register_tile(self.target)
-                assert tile is not None, self.target
-                return chain_function(plan, tile)
             case PackPlan():
                 return self._packed(plan.element_type)[0][1]
             case ProductPlan(packing=Packing()):

@@ -168,7 +168,6 @@ class Strip:
         width: columns of the block.
         onto: 1 if the products are added to ``c``, else 0.
         packed: index of the strip's rows in ``a_panel``.
-        steps: strides of ``a`` from term to term and from row to row; ``None``: packed.
     """
 
     target: Expr
@@ -177,7 +176,6 @@ class Strip:
     width: Var
     onto: Var
     packed: Expr
-    steps: tuple[int, int] | None = None
 
 
 def multiply_tile(g: Buffers, scope: LoopScope, panel: Var, strip: Strip, source: Expr) -> None:
@@ -207,7 +205,6 @@ class _Tile:
     def multiply(self, source: Var) -> Stmt:
         """Computes the sums of a chunk of ``k``, stores or adds them to the result; ``source``: the panel's index."""
         g, sums, part = self.g, self.sums, self._part
-        along, down = self.strip.steps or (g.pitch, 1)
         zero = Emitter(g.lanes).const(0.0, g.dtype)
         scope = LoopScope()
         scope.add(self.allocation, *(g.store(sums, part(*which), zero) for which in self.parts))
@@ -217,7 +214,7 @@ class _Tile:
             start = source + k * const(g.columns)
             b = [emit.bind(g.load(g.b_panels, start + const(v * g.lanes))) for v in range(VECTORS)]
             for i in range(self.rows):
-                at = self.strip.packed + k * const(along) + const(i * down)
+                at = self.strip.packed + k * const(g.pitch) + const(i)
                 a = Broadcast(emit.bind(BufferLoad(g.a_panel, [at])), g.lanes)
                 for vector in range(VECTORS):
                     total = emit.fma(a, b[vector], g.load(sums, part(i, vector)))

@@ -23,7 +23,7 @@ from bridge.compile.codegen.pointwise import combine, compute_type, identity
 from bridge.compile.codegen.tir import LaunchArguments, const, flat_buffer, loop_function, sequence
 from bridge.compile.cpu.row import RowScope, VectorLoop, block_of, emit_row, left_over, vectors_and_tail
 from bridge.compile.cpu.threads import if_profitable
-from bridge.compile.schedule.chain_plan import ColumnPlan, ColumnSection
+from bridge.compile.schedule.products import ColumnPlan, ColumnSection
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
 __all__ = ["generate", "generate_columns", "scheduled", "transpose", "transposition"]

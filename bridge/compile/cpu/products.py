@@ -25,7 +25,6 @@ import torch
 from tvm.target import Target
 
 from autodiff.extents import Dim, maximum, minimum
-from bridge.base.mkl import can_pack, packed
 from bridge.base.torch_internals import VF, bfloat16_in_onednn, linear_pointwise
 from bridge.compile.cpu.build import attainable_rate, fingerprint
 from bridge.compile.cpu.gemm import strip_rows
@@ -34,12 +33,10 @@ from bridge.compile.cpu.threads import in_a_plain_thread
 from bridge.compile.loop_ir.operations import Geometry, Packing, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.runtime.build import settle
-from bridge.compile.schedule.chain_plan import (
+from bridge.compile.schedule.products import (
     BY_ROWS,
-    CHAINED,
     GENERATED,
     IN_PANELS,
-    PACKED,
     LayoutClass,
     ProductShape,
     is_generated,
@@ -71,8 +68,6 @@ def library_ways(product: ProductShape) -> list[str]:
     has_type = product.element_type == "float32" or (product.element_type == "bfloat16" and bfloat16_in_onednn())
     if linear_pointwise is not None and has_type:
         ways.append("linear")
-    if product.b.constant and product.element_type == "float32" and can_pack():
-        ways.append(PACKED)
     return ways
 
 
@@ -110,8 +105,6 @@ class ProductTrial:
         """A function that computes ``c`` by a library's kernel, with the necessary copies."""
         kernel, tensors = OUT_KERNELS[way], [self.a, self.b, self.c]
         a, b, c = tensors if way == "bmm" else [tensor[0] for tensor in tensors]
-        if way == PACKED:
-            return partial(kernel, [c], [a, packed(b, len(a))], len(a))
         if not any(self.copied):
             return partial(kernel, [c], [a, b])
         sources = [a, b]
@@ -203,7 +196,7 @@ Measure = Callable[[ProductShape, Sequence[str]], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class CpuProducts:
-    """Matrix products on this processor; a :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`.
+    """Matrix products on this processor; a :class:`~bridge.compile.schedule.products.ProductPolicy`.
 
     Attributes:
         target: of generated code.
@@ -228,10 +221,6 @@ class CpuProducts:
     packs = True
     turns = True
 
-    @property
-    def chains(self) -> bool:
-        return not self.deterministic and register_tile(self.target) is not None
-
     def choose(self, product: ProductShape) -> str:
         """The fastest algorithm of the product's class, timed at the class's first use."""
         usual = "mm" if product.batch == 1 else "bmm"
@@ -251,8 +240,8 @@ class CpuProducts:
         question = self._question(product)
         # Steps of generated code alone need no Python between them. A timing finds the weight in the cache, a call in
         # memory, where a packed weight is read once, and any other is copied first.
-        laid_out = (PACKED, IN_PANELS, BY_ROWS)
-        first = {way: place for place, way in enumerate((question.ways[0], PACKED, BY_ROWS))}
+        laid_out = (IN_PANELS, BY_ROWS)
+        first = {way: place for place, way in enumerate((question.ways[0], BY_ROWS))}
         preferred = sorted(
             question.ways, key=lambda way: (way not in laid_out, first.get(way, len(first)), not is_generated(way))
         )
@@ -309,11 +298,6 @@ class CpuProducts:
     def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
         return 1
 
-    def seconds_of_chain(self, make: Callable[[], Mapping[str, Callable[[], object]]]) -> Mapping[str, float]:
-        runs = make()
-        settle()
-        return in_a_plain_thread(partial(seconds_of, runs))
-
     def unit(self, product: ProductShape) -> int:
         return 1
 
@@ -342,8 +326,6 @@ class CpuProducts:
             each = _quotient_up(m, self.threads)
             parts = _quotient_up(each, tile.strips * strip_rows(tile, each))
             return _quotient_up(each, parts), _quotient_up(n, panel) * panel
-        if way == CHAINED:
-            return self._chained_rows(product, tile), minimum(tile.panels, _quotient_up(n, panel)) * panel
         tallest, widest = _tasks(tile)[way]
         parts = maximum(1, _quotient_up(m, tallest))
         rows = maximum(1, _quotient_up(m, parts * tile.rows)) * tile.rows
@@ -351,12 +333,6 @@ class CpuProducts:
         wanted = (2 * self.threads - 1) // maximum(1, product.batch * _quotient_up(m, rows))
         panels = minimum(minimum(widest, _quotient_up(n, panel)), (n - 1) // maximum(1, panel * wanted))
         return rows, maximum(1, panels) * panel
-
-    def _chained_rows(self, product: ProductShape, tile: RegisterTile) -> Dim:
-        """Rows of one task of a chain: all of a product's, because each packs its operands, or fewer for threads."""
-        even = self.threads == 1 or product.batch % self.threads == 0 or product.batch >= 4 * self.threads
-        parts = 1 if even else _quotient_up(4 * self.threads, product.batch)
-        return maximum(1, _quotient_up(_quotient_up(product.m, parts), tile.rows)) * tile.rows
 
 
 def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) -> dict[str, float]:

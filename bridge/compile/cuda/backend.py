@@ -44,10 +44,10 @@ from bridge.compile.loop_ir.operations import LookupPlan, PoolPlan, ProductPlan,
 from bridge.compile.runtime.build import build_kernels, in_background
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.program import Program
-from bridge.compile.schedule.chain_plan import ColumnPlan
 from bridge.compile.schedule.horizontal_fusion import HorizontalFusionPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
+from bridge.compile.schedule.products import ColumnPlan
 from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["CudaBackend", "architecture", "generate", "generate_apart", "scheduled"]

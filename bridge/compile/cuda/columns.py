@@ -31,7 +31,7 @@ from bridge.compile.cuda.emitter import (
     synchronize,
 )
 from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_LANES, FEW_ROWS, SECOND_STAGE_LANES, WARP
-from bridge.compile.schedule.chain_plan import ColumnPlan
+from bridge.compile.schedule.products import ColumnPlan
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
 __all__ = ["Halved", "ReductionLanes", "Team", "generate_columns", "halve", "second_stage_columns"]

@@ -7,13 +7,13 @@ call, and every launch advances the generator's offset by the maximum number tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from autodiff.extents import Dim, Extent, minimum
-from bridge.compile.schedule.chain_plan import ProductShape
+from bridge.compile.schedule.products import ProductShape
 
 __all__ = ["BLOCK", "NUMBERS", "CudaProducts", "Gpu", "gpu_of"]
 
@@ -50,7 +50,7 @@ these products took 0.72 to 1.08 of the time (one of 18 took 1.15), with 448 col
 
 @dataclass(frozen=True)
 class CudaProducts:
-    """cuBLAS by torch, a :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`.
+    """cuBLAS by torch, a :class:`~bridge.compile.schedule.products.ProductPolicy`.
 
     The algorithm follows from the shape, and from torch's settings, which are part of the compile options. cuBLASLt,
     which eager's linear layers also call, computes products of few rows: in TF32 with a transposed weight, otherwise
@@ -63,7 +63,6 @@ class CudaProducts:
     tf32: bool = False
 
     keeps_order = True
-    chains = False
     joins = True
     packs = False
 
@@ -132,9 +131,6 @@ class CudaProducts:
             return 1
         is_large = product.multiplications >= _LARGE and min(product.m, product.n, product.k) >= _NARROWEST
         return _UNITS[product.element_type] if is_large else 1
-
-    def seconds_of_chain(self, make: Callable) -> Mapping[str, float]:
-        return {}
 
     def packing(self, way: str, product: ProductShape) -> None:
         return None

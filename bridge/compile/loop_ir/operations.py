@@ -210,7 +210,7 @@ class ProductPlan:
     """All parameters of a generated matrix product.
 
     Attributes:
-        way: the algorithm that the backend's policy chose, see :mod:`bridge.compile.schedule.chain_plan`.
+        way: the algorithm that the backend's policy chose, see :mod:`bridge.compile.schedule.products`.
         element_type: of operands and result; the kernel is specialized for it.
         geometry: extents and strides.
         block: rows and columns of the result that one task computes.

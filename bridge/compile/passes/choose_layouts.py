@@ -55,9 +55,9 @@ from bridge.compile.passes.cheap import Producers, permuted_arithmetic
 from bridge.compile.passes.choose_products import ProductChoice
 from bridge.compile.passes.sections import Placed, is_all_of_a_value
 from bridge.compile.schedule.access import make_space, share_loops
-from bridge.compile.schedule.chain_plan import ProductPolicy
 from bridge.compile.schedule.fuse import sections_of
 from bridge.compile.schedule.limits import Rules
+from bridge.compile.schedule.products import ProductPolicy
 
 __all__ = ["arithmetic_of_copy", "choose_layouts", "is_profitable_to_join", "join"]
 __all__ += ["make_walkable", "recompute_permutations"]
@@ -120,17 +120,16 @@ def choose_layouts(
     grad_outs: int = 0,
     constants: int = 0,
     lasting: int = 0,
-    chained: Collection[MatMul] = (),
     orders: Mapping[int, Sequence[int]] | None = None,
 ) -> Graph:
     """Chooses layouts and product algorithms: the graph without layout-agnostic nodes.
 
     Results are node values or parameters themselves. ``grad_outs``, ``constants``, ``orders``: see
     :class:`~bridge.compile.options.CompileOptions`; ``lasting``: the number of trailing parameters that are the same in
-    every step, for a loop's body; ``chained``: products of chains (:mod:`bridge.compile.passes.chains`).
+    every step, for a loop's body.
     """
     same, steady = (frozenset(graph.params[len(graph.params) - count :]) for count in (constants, lasting))
-    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes), same, steady, chained), orders or {})
+    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes), same, steady), orders or {})
     walk.gradients.update(graph.params[len(graph.params) - grad_outs :])
     for node in graph.nodes:
         walk.add(node)

@@ -2,7 +2,7 @@
 
 Generated code reads operands with any strides, so attention's heads are never copied, and writes its result in the
 order to which all its consumers permute it. The policy is a
-:class:`~bridge.compile.schedule.chain_plan.ProductPolicy`.
+:class:`~bridge.compile.schedule.products.ProductPolicy`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from bridge.compile.loop_ir.graph import (
 from bridge.compile.loop_ir.operations import Geometry, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.sections import Placed
-from bridge.compile.schedule.chain_plan import (
-    CHAINED,
+from bridge.compile.schedule.products import (
     GENERATED,
-    PACKED,
     LayoutClass,
     ProductPolicy,
     ProductShape,
@@ -52,7 +50,6 @@ class ProductChoice:
         readers: the consumers of each value of the layout-agnostic graph.
         constants: values that are the same at each call.
         lasting: parameters that are the same in every step, for a loop's body.
-        chained: products that are computed in chains.
     """
 
     def __init__(
@@ -61,13 +58,11 @@ class ProductChoice:
         readers: Mapping[Value, Sequence[Node | LayoutAgnostic]],
         constants: Collection[Value] = (),
         lasting: Collection[Value] = (),
-        chained: Collection[MatMul] = (),
     ) -> None:
         self.policy = policy
         self.readers = readers
         self.constants = constants
         self.lasting = lasting if policy.packs else ()
-        self.chained = chained
 
     def choose(
         self,
@@ -90,10 +85,7 @@ class ProductChoice:
         extents = node.out.shape
         batch = views.broadcast(a.shape[:-2], b.shape[:-2])
         constant, lasting = b.value in self.constants and _is_whole(b), b.value in self.lasting
-        if node in self.chained and _geometry(a.view, b.view, batch, None) is not None:
-            way = CHAINED
-        else:
-            way = self._way(a.dtype, usual_a, usual_b, batch, constant, lasting)
+        way = self._way(a.dtype, usual_a, usual_b, batch, constant, lasting)
         order = order_of_readers(self.readers.get(node.out, ())) if len(batch) + 2 == len(extents) else None
         rows = _rows(a.view, b.view)
         if rows is not None and (order is None or not is_generated(way)):
@@ -274,7 +266,7 @@ def _library(
 ) -> Operand:
     """2-D products by the kernel that ``way`` names; batches by ``torch.bmm``.
 
-    ``keeps_order``: see :class:`~bridge.compile.schedule.chain_plan.ProductPolicy`; ``dtype``: of the result, by
+    ``keeps_order``: see :class:`~bridge.compile.schedule.products.ProductPolicy`; ``dtype``: of the result, by
     default the operands', or a wider one (:mod:`bridge.compile.passes.product_variants`).
     """
     dtype = a.dtype if dtype is None else dtype
@@ -286,7 +278,7 @@ def _library(
     else:
         a, b = (_batches(placed, operand, batch, keeps_order) for operand in (a, b))
         name, out = "bmm" if dtype == a.dtype else "bmm_wide", placed.fresh((count, m, n), dtype)
-    placed.nodes.append(LibraryCall(name, (a, b), (out,), (count * m,) if name == PACKED else ()))
+    placed.nodes.append(LibraryCall(name, (a, b), (out,)))
     return whole(out)
 
 

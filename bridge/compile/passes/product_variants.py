@@ -51,8 +51,8 @@ from bridge.compile.loop_ir.graph import (
     whole,
 )
 from bridge.compile.loop_ir.views import alike, is_dense
-from bridge.compile.schedule.chain_plan import LayoutClass, ProductShape
 from bridge.compile.schedule.limits import Rules
+from bridge.compile.schedule.products import LayoutClass, ProductShape
 
 __all__ = ["WIDE", "accumulate", "pad_products", "split_products", "widen_gradients"]
 

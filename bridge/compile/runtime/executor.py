@@ -23,7 +23,6 @@ from torch.autograd import profiler
 
 from autodiff.lazy import cached_property
 from bridge.base.devices import HOST
-from bridge.base.mkl import can_pack, packed
 from bridge.base.pytrees import picker
 from bridge.base.torch_internals import VF, empty_strided
 from bridge.compile.loop_ir.views import dense_strides
@@ -32,7 +31,6 @@ from bridge.compile.runtime.layout import ARENAS, ArenaPool, InputForms, PoolBlo
 from bridge.compile.runtime.loop import loop_action
 from bridge.compile.runtime.loop_frame import Drive, Instruction, LoopFrames, RunLoop, is_framed
 from bridge.compile.runtime.program import Program
-from bridge.compile.schedule.chain_plan import PACKED
 from bridge.library import FUNCTIONS, OUT_KERNELS, dense, invoke
 
 __all__ = ["Action", "Actions", "Arrays", "Executor", "bind", "bind_all", "last_uses", "with_constants"]
@@ -314,8 +312,8 @@ def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program
     Views of them are made once. Copies only tensors that are not dense (or, on a GPU, not aligned): a later change of
     any other tensor changes the program's results.
 
-    A factor that only "packed" products read is packed once for the library; a factor that generated products read in
-    panels is packed for them, and is no constant any more unless it has other consumers.
+    A factor that generated products read in panels is packed for them, and is no constant any more unless it has other
+    consumers.
 
     Raises:
         ValueError: a tensor has another shape or element type than its parameter.
@@ -339,17 +337,16 @@ def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program
             steps.append(step)
     found = dict((*program.constants, *constants))
     steps = _in_panels(program, steps, views, found)
-    laid_out = _packed_factors(steps, found, views)
     return replace(
         program,
         steps=tuple(steps),
         layout=replace(
             layout,
             params=layout.params[:first],
-            views=tuple(view for view in views if view.writes[0] not in laid_out),
+            views=tuple(views),
             laid_out=(),
         ),
-        constants=(*(each for each in found.items() if each[0] not in laid_out), *laid_out.items()),
+        constants=tuple(found.items()),
     )
 
 
@@ -374,30 +371,3 @@ def _in_panels(
     for slot in sources - read:
         del constants[slot]
     return left
-
-
-def _packed_factors(
-    steps: Sequence[Instruction], constants: Mapping[int, torch.Tensor], views: Sequence[MakeView]
-) -> dict[int, torch.Tensor]:
-    """Slot of a constant, or of a view of one, that only packed products read → its packed form."""
-    if not can_pack():
-        return {}
-    view_of = {view.writes[0]: view for view in views}
-    others = {slot for step in steps for slot in _others(step)} | {view.reads[0] for view in views}
-    found: dict[int, torch.Tensor] = {}
-    for step in steps:
-        if not (isinstance(step, CallLibrary) and step.name == PACKED) or step.reads[1] in others:
-            continue
-        slot, view = step.reads[1], view_of.get(step.reads[1])
-        if slot in found:
-            continue
-        base = constants.get(slot if view is None else view.reads[0])
-        if base is not None:
-            factor = base if view is None else base.as_strided(view.shape, view.strides, view.offset)
-            found[slot] = packed(factor, step.attrs[0])
-    return found
-
-
-def _others(step: Instruction) -> Sequence[int]:
-    """Slots that an instruction reads other than as a packed factor."""
-    return step.reads[:1] if isinstance(step, CallLibrary) and step.name == PACKED else step.reads

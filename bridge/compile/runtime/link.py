@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from tvm.tirx import PrimFunc
@@ -36,29 +36,14 @@ from bridge.compile.runtime.loop import scratch_bytes
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.second_stream import SecondStreamPlan, lasting, second_stream_steps
-from bridge.compile.schedule.chain_plan import find_chains, plan_chain, plan_columns
 from bridge.compile.schedule.fuse import Group, fuse
 from bridge.compile.schedule.horizontal_fusion import plan_horizontal_fusion, together
-from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import Planned, plan_rows
+from bridge.compile.schedule.products import plan_columns
 from bridge.compile.schedule.read_again import read_again
 from bridge.compile.schedule.row_plan import RowPlan
 
-__all__ = ["assemble", "chained", "guard_indices", "kernel_apart", "kernel_of", "one"]
-
-
-def chained(
-    steps: Sequence[list[Group]], stored: Collection[Value], results: Collection[Value], rules: Rules
-) -> list[list[Group]]:
-    """Launches in execution order, with each chain as one launch at the place of its last group."""
-    chains = find_chains([step[0] for step in steps if len(step) == 1], stored, results)
-    chains = {last: chain for last, chain in chains.items() if plan_chain(chain, stored, rules) is not None}
-    early = {group for first, rows, _ in chains.values() for group in (first, rows)}
-    return [list(chains.get(step[0], step)) for step in steps if step[0] not in early]
-
-
-def _is_chain(step: Sequence[Group]) -> bool:
-    return len(step) > 1 and isinstance(step[0].nodes[0], Product)
+__all__ = ["assemble", "guard_indices", "kernel_apart", "kernel_of", "one"]
 
 
 def guard_indices(reached: Iterable[Dim]) -> None:
@@ -98,17 +83,14 @@ def kernel_of(
         return None
     if isinstance(node, LibraryCall):
         return node
-    if isinstance(node, Product) and not _is_chain(step):
+    if isinstance(node, Product):
         values = tuple(operand.value for operand in node.operands[:2])
         ops = ("matmul",) if node.onto is None else ("matmul", "add")
         return Kernel(generate(node.plan), values, node.outs, (), ops, node.plan.descriptor(node.onto is not None))
     if isinstance(node, Fallback):
         values = tuple(operand.value for operand in node.operands)
         return Kernel(node.kernel, values, node.outs, (), (node.op,), node.scalars)
-    if _is_chain(step):
-        planned = plan_chain(step, stored, backend)
-        assert planned is not None
-    elif len(step) > 1:
+    if len(step) > 1:
         planned = plan_horizontal_fusion(step, stored, backend)
     elif isinstance(node, Reduction) and not group.fusable:
         planned = plan_columns(node, backend)
@@ -160,8 +142,7 @@ def assemble(
     groups = [group for group in groups if any(value in stored for value in group.made)]
     generate, apart = functools.cache(backend.kernel), functools.cache(backend.apart)
     reached: dict[Dim, None] = {}
-    results = {operand.value for operand in graph.results}
-    steps = chained(together(groups, backend), stored, results, backend)
+    steps = together(groups, backend)
     kernels = [kernel_of(step, stored, backend, generate, apart, reached) for step in steps]
     guard_indices(reached)
     clock.stop("generate")

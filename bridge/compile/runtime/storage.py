@@ -121,7 +121,7 @@ def keep_program(key: str, digest: str, program: Program) -> None:
 
 def kept_program(key: str, backend: Backend, adopt: Callable[[Any], bool]) -> Program | None:
     """The program of a key for a backend; ``adopt``: whether this process can make the same choices (see
-    :meth:`~bridge.compile.schedule.chain_plan.ProductPolicy.adopt`)."""
+    :meth:`~bridge.compile.schedule.products.ProductPolicy.adopt`)."""
     found = current_store().get(_KIND, key)
     if found is None:
         return None

@@ -24,7 +24,7 @@ from bridge.capture import RecordedCall
 from bridge.compile import pipeline
 from bridge.compile.cpu import build, products
 from bridge.compile.cpu.threads import CONNECT
-from bridge.compile.schedule.chain_plan import GENERATED
+from bridge.compile.schedule.products import GENERATED
 from bridge.rng.engine import functions
 
 

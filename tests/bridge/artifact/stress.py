@@ -31,7 +31,7 @@ import torch
 
 from bridge.artifact import DamagedError, current_store, read_artifact
 from bridge.compile.cpu import products
-from bridge.compile.schedule.chain_plan import GENERATED
+from bridge.compile.schedule.products import GENERATED
 from tests.bridge.artifact.count_builds import forget_all, in_children
 from tests.bridge.artifact.works import GPU, WORKS
 

@@ -26,7 +26,7 @@ from bridge.artifact import (
     write_safetensors,
     written,
 )
-from bridge.compile.schedule.chain_plan import LayoutClass
+from bridge.compile.schedule.products import LayoutClass
 from bridge.library import TensorAt
 
 VALUES = [

@@ -8,7 +8,7 @@ from bridge.artifact import current_store
 from bridge.base.session import SESSION
 from bridge.compile.cpu import build
 from bridge.compile.cpu.backend import host_backend
-from bridge.compile.schedule.chain_plan import ProductShape
+from bridge.compile.schedule.products import ProductShape
 
 SHAPE = ProductShape("float32", 1, 256, 256, 256)
 

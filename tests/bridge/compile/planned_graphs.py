@@ -13,9 +13,9 @@ from bridge.compile.backend import Built
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.loop_ir.graph import Graph, Operand, Pad, Pointwise, Reduction, Scalar, Value, whole
 from bridge.compile.loop_ir.views import View, dense, expand, permute, reshape
-from bridge.compile.schedule.chain_plan import plan_columns
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.plan_rows import Planned, plan_rows
+from bridge.compile.schedule.products import plan_columns
 
 __all__ = ["Builder", "Kernels", "assert_static_bits", "build", "inputs", "symbolic"]
 

@@ -22,7 +22,7 @@ from bridge.artifact import to_text
 from bridge.compile import Program, backend_for
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.runtime.storage import load, texts
-from bridge.compile.schedule.chain_plan import GENERATED
+from bridge.compile.schedule.products import GENERATED
 
 DIRECTIONS = ("forward", "backward")
 

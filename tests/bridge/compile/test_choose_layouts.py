@@ -14,7 +14,7 @@ from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.loop_ir.graph import LayoutAgnostic, LibraryCall, Product
 from bridge.compile.loop_ir.operations import FIELDS, Packing, ProductPlan
 from bridge.compile.passes.choose_layouts import choose_layouts
-from bridge.compile.schedule.chain_plan import GENERATED, IN_PANELS, ProductShape
+from bridge.compile.schedule.products import GENERATED, IN_PANELS, ProductShape
 from bridge.compile.translate import translate
 from tests.bridge.compile.graph_text import text
 from tests.bridge.compile_helpers import function

@@ -18,7 +18,7 @@ from bridge.compile.cpu.products import CpuProducts, ProductTrial
 from bridge.compile.runtime.layout import ARENAS
 from bridge.compile.runtime.loop import _LoopAction
 from bridge.compile.runtime.loop_frame import LoopFrames
-from bridge.compile.schedule.chain_plan import BY_ROWS, GENERATED, IN_PANELS, LayoutClass, ProductShape
+from bridge.compile.schedule.products import BY_ROWS, GENERATED, IN_PANELS, LayoutClass, ProductShape
 from tests.sampling import sampled
 
 

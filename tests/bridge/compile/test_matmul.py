@@ -13,7 +13,7 @@ from tvm.relax import op as R
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import Launch, MakeView, compile_function
 from bridge.compile.cpu.products import CpuProducts
-from bridge.compile.schedule.chain_plan import GENERATED
+from bridge.compile.schedule.products import GENERATED
 from tests.bridge.compare import check_module
 from tests.bridge.compile_helpers import current_options, function, program
 from tests.sampling import sampled, spread

@@ -20,8 +20,8 @@ from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.loop_ir.graph import Graph, Pad
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.product_variants import pad_products, widen_gradients
-from bridge.compile.schedule.chain_plan import ProductShape
 from bridge.compile.schedule.fuse import fuse
+from bridge.compile.schedule.products import ProductShape
 from bridge.compile.translate import translate
 from tests.bridge.compare import check_module
 from tests.bridge.compile.graph_text import text

@@ -15,7 +15,7 @@ from bridge.compile import CompileOptions, compile_function, host_backend, with_
 from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.runtime.instructions import Launch
-from bridge.compile.schedule.chain_plan import GENERATED, IN_PANELS, PACKED, LayoutClass, ProductShape
+from bridge.compile.schedule.products import GENERATED, IN_PANELS, LayoutClass, ProductShape
 from tests.bridge.compile_helpers import function
 from tests.sampling import sampled
 
@@ -123,19 +123,18 @@ def test_a_frozen_module_is_packed_anew_when_its_weight_changes(way):
 
 @pytest.mark.parametrize(
     ("times", "wanted"),
-    [({IN_PANELS: 0.9}, IN_PANELS), ({IN_PANELS: 0.97}, PACKED), ({IN_PANELS: 0.97, PACKED: 1.2}, IN_PANELS)],
+    [({IN_PANELS: 0.9}, IN_PANELS), ({IN_PANELS: 1.02}, IN_PANELS), ({IN_PANELS: 1.2}, "mm")],
     ids=str,
 )
 def test_it_is_measured_beside_the_libraries_products(monkeypatch, times, wanted):
     SESSION.reset("choices")
-    monkeypatch.setattr("bridge.compile.cpu.products.can_pack", lambda: True)
     asked = []
 
     def measure(product, ways):
         asked.append(ways)
-        return {"mm": 1.0, PACKED: 1.0} | times
+        return {"mm": 1.0} | times
 
     policy = replace(host_backend().products(2, False), measure=measure)
     assert policy.choose(ProductShape("float32", 1, 256, 48, 32, LayoutClass("row"), CONSTANT)) == wanted
-    assert {"mm", PACKED, IN_PANELS} <= {*asked[0]}
+    assert {"mm", IN_PANELS} <= {*asked[0]}
     SESSION.reset("choices")

@@ -21,7 +21,7 @@ from bridge.compile import backend_for, compile_function, host_backend
 from bridge.compile.cpu.build import attainable_rate
 from bridge.compile.cpu.gemm_tile import NARROW, WIDE
 from bridge.compile.cpu.products import CpuProducts, ProductTrial, library_ways, measured, shape_class
-from bridge.compile.schedule.chain_plan import GENERATED, LayoutClass, ProductShape
+from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
 from tests.bridge.compile_helpers import function, program
 from tests.sampling import sampled
 
@@ -54,14 +54,6 @@ class Stopwatch:
 
 def products(measure=None, backend=None, deterministic: bool = False) -> CpuProducts:
     return replace((backend or host_backend()).products(2, deterministic), measure=measure)
-
-
-@pytest.mark.parametrize(("seconds", "wanted"), [(0.97, "packed"), (1.02, "packed"), (1.2, "mm")])
-def test_a_frozen_weight_is_laid_out_where_that_is_about_as_quick(monkeypatch, seconds, wanted):
-    monkeypatch.setattr("bridge.compile.cpu.products.can_pack", lambda: True)
-    policy = products(lambda product, ways: {"mm": 1.0} | ({"packed": seconds} if "packed" in ways else {}))
-    assert policy.choose(LINEAR) == "mm"
-    assert policy.choose(replace(LINEAR, b=LayoutClass("column", constant=True))) == wanted
 
 
 def forced(monkeypatch, way: str) -> None:

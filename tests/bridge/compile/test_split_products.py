@@ -14,7 +14,7 @@ from bridge.base.session import SESSION
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.passes import product_variants
-from bridge.compile.schedule.chain_plan import LayoutClass, ProductShape
+from bridge.compile.schedule.products import LayoutClass, ProductShape
 from tests.bridge.compare import check_module
 
 

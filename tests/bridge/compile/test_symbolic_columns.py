@@ -7,8 +7,8 @@ import pytest
 from autodiff.extents import Dim, ExtentScope
 from bridge.compile.cpu.backend import ORDER
 from bridge.compile.loop_ir.graph import Graph
-from bridge.compile.schedule.chain_plan import ColumnPlan
 from bridge.compile.schedule.order import chunk_rows
+from bridge.compile.schedule.products import ColumnPlan
 from tests.bridge.compile.planned_graphs import Builder, assert_static_bits, symbolic
 from tests.sampling import sampled
 

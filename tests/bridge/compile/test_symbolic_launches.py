@@ -12,7 +12,7 @@ from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cpu.threads import launcher
 from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.loop_ir.operations import FIELDS
-from bridge.compile.schedule.chain_plan import GENERATED
+from bridge.compile.schedule.products import GENERATED
 from tests.bridge.compile.planned_graphs import Builder, Kernels, assert_static_bits, build, symbolic
 from tests.bridge.compile.symbolic import SAMPLE, Symbolic
 from tests.bridge.compile.test_symbolic import CASES

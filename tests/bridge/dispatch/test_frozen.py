@@ -12,10 +12,6 @@ from torch.nn.utils import parametrizations
 
 from autodiff.ir import bindings, op_name
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, stats
-from bridge.base.mkl import can_pack
-from bridge.base.session import SESSION
-from bridge.compile.cpu import products
-from bridge.compile.schedule.chain_plan import PACKED
 from tests.bridge.models import bert_layer
 from tests.device import DEVICE, moved
 from tests.sampling import sampled
@@ -429,24 +425,3 @@ def test_functions_of_parameters_alone():
         first.zero_()  # the caller's own
         torch.testing.assert_close(module(x)[0], F.softplus(module.weight))
     assert second is module.weight and stats(module).hits == 2
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu" or not can_pack(), reason="MKL's, on a CPU")
-def test_constant_factors_are_laid_out_once(monkeypatch):
-    """By products that read nothing else of them; a changed weight is laid out anew."""
-    monkeypatch.setattr(products, "measured", lambda _, __, ways: {way: float(way != PACKED) for way in ways})
-    SESSION.reset("choices")
-    module = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 48, bias=False)).eval()
-    x = torch.randn(3, 7, 64)
-    with torch.no_grad():
-        add_tvm_dispatch(module, x, freeze=True, on_miss="compile")
-        for _ in range(2):
-            wanted = F.linear(F.gelu(F.linear(x, module[0].weight, module[0].bias)), module[2].weight)
-            torch.testing.assert_close(module(x), wanted, **TOLERANCE[torch.float32])
-            bound = entry_of(module).programs.forward.bound
-            steps = [step for step in bound.steps if getattr(step, "name", "") == PACKED]
-            constants = dict(bound.constants)
-            assert len(steps) == 2 and all(constants[step.reads[1]].ndim == 1 for step in steps)
-            module[0].weight.mul_(2.0)
-    assert stats(module).hits == 2
-    SESSION.reset("choices")
