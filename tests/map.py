@@ -41,7 +41,7 @@ def imports(module: str) -> frozenset[str]:
 
 
 def _imports(module: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(files()[module].read_text(encoding="utf-8"))):
+    for node in _import_statements(module):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if each.name in files())
         elif isinstance(node, ast.ImportFrom) and node.module in files() and not node.level:
@@ -49,15 +49,29 @@ def _imports(module: str) -> Iterator[str]:
 
 
 @cache
+def _import_statements(module: str) -> list[ast.Import | ast.ImportFrom]:
+    found = _statements(ast.parse(files()[module].read_text(encoding="utf-8")).body)
+    return [each for each in found if isinstance(each, ast.Import | ast.ImportFrom)]
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """All statements, without the expressions in them, which are most of a file."""
+    for each in body:
+        yield each
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from _statements(getattr(each, part, ()))
+
+
+@cache
 def defining(package: str, name: str) -> str:
     """The module in which a name that a package offers is defined."""
     if f"{package}.{name}" in files():
         return f"{package}.{name}"
-    text = files()[package].read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(text)):
+    for node in _import_statements(package):
         if isinstance(node, ast.ImportFrom) and node.module in files() and node.module != package:
             if any((each.asname or each.name) == name for each in node.names):
                 return defining(node.module, name)
+    text = files()[package].read_text(encoding="utf-8")
     late = re.search(rf'["\']{re.escape(name)}["\']: ["\']([\w.]+)["\']', text)  # a package that imports on first use
     return late[1] if late and late[1] in files() else package
 

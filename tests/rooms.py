@@ -165,25 +165,31 @@ def tree() -> Tree:
     found = [[], [], [], [], [], []]
     for name, path in files.items():
         text = path.read_text()
-        parsed, of_code = ast.parse(text), _code_lines(text)
-        classes = [node for node in ast.walk(parsed) if isinstance(node, ast.ClassDef)]
-        found[0] += [node.name for node in classes if node in parsed.body and not node.name.startswith("_")]
-        functions = [node for node in ast.walk(parsed) if isinstance(node, ast.FunctionDef)]
+        nodes, of_code = _nodes(path), _code_lines(text)
+        classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+        found[0] += [node.name for node in classes if node in nodes[0].body and not node.name.startswith("_")]
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
         long = [node for node in functions if _count(node, of_code) > _MOST_CODE_LINES]
         found[1] += [f"{name}.{node.name}" for node in long]
         found[2] += [f"{name}.{node.name}" for node in classes if len(_fields(node)) > _MOST_FIELDS]
-        calls = [node.func for node in ast.walk(parsed) if isinstance(node, ast.Call)]
+        calls = [node.func for node in nodes if isinstance(node, ast.Call)]
         found[3] += [name] * any(isinstance(func, ast.Name) and func.id == "periodic" for func in calls)
-        clocks = [node for node in ast.walk(parsed) if isinstance(node, ast.Attribute) and node.attr in _CLOCKS]
+        clocks = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr in _CLOCKS]
         found[4] += [name] * (bool(clocks) and not name.startswith("bridge.base"))
-        found[5] += [name] * (_writes(parsed) and not name.startswith(_TEXTS_OF_CALLS))
+        found[5] += [name] * (_writes(nodes) and not name.startswith(_TEXTS_OF_CALLS))
     return Tree(lines, tuple(sorted(pairs)), *map(tuple, found))
 
 
-def _writes(parsed: ast.Module) -> bool:
+@cache
+def _nodes(path: Path) -> list[ast.AST]:
+    """The nodes of a file, the module first."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def _writes(nodes: list[ast.AST]) -> bool:
     """Whether a module imports a serializer."""
-    names = [alias.name for node in ast.walk(parsed) if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in ast.walk(parsed) if isinstance(node, ast.ImportFrom)]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     return not {"json", "pickle", "marshal"}.isdisjoint(names)
 
 
@@ -217,7 +223,7 @@ def _dotted(path: Path) -> str:
 
 def _imported(importer: str, path: Path, files: dict[str, Path]) -> Iterator[str]:
     package = importer if path.name == "__init__.py" else importer.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in files)
         elif isinstance(node, ast.ImportFrom):
@@ -227,19 +233,20 @@ def _imported(importer: str, path: Path, files: dict[str, Path]) -> Iterator[str
                 module = ".".join([*base, *([module] if module else [])])
             for alias in node.names:
                 name = f"{module}.{alias.name}"
-                if name in files and alias.name not in _offered(module, files):
+                if name in files and alias.name not in _offered(files[module]):
                     yield name
                 elif module in files:
                     yield module
 
 
-def _offered(package: str, files: dict[str, Path]) -> set[str]:
+@cache
+def _offered(package: Path) -> set[str]:
     """The names in a package's ``__all__``: one of them may be a function called like its file."""
-    if files[package].name != "__init__.py":
+    if package.name != "__init__.py":
         return set()
     return {
         entry
-        for node in ast.parse(files[package].read_text()).body
+        for node in _nodes(package)[0].body
         if isinstance(node, ast.Assign | ast.AugAssign) and ast.unparse(node).startswith("__all__ ")
         for entry in ast.literal_eval(node.value)
     }
