@@ -131,7 +131,7 @@ def close(module, reference, x, **masks):
 
 
 @pytest.mark.composes(
-    "`flex_attention`",
+    "`flex_attention` in a graph of Dynamo's",
     "attention written out, with its `score_mod`, `mask_mod` and `BlockMask`; on a CPU Dynamo refuses to train it",
     section='`torch.compile(model, backend="tvm_dispatch")`',
 )
