@@ -1,12 +1,15 @@
 """The protocol of a capture: how often it runs forward, and how often it takes and puts back the module's state."""
 
+import ast
 import tempfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import bridge
 from bridge import UnsupportedModule
 from bridge.capture import capture, dynamic_dims
 from bridge.capture.passes import alias_analysis, stop_gradient
@@ -112,6 +115,22 @@ def test_the_module_is_untouched_while_it_is_captured():
     assert not any(seen), "forward runs on the module itself"
     for name, tensor in module.state_dict(keep_vars=True).items():
         assert tensor is before[name] and torch.equal(tensor, values[name]) and tensor.grad is None
+
+
+ROOT = Path(bridge.__file__).parent
+CALLS = [
+    node
+    for room in ("base", "capture")
+    for path in sorted((ROOT / room).rglob("*.py"))
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("replaced", "replaced_here")
+]
+
+
+def test_docs_list_each_name_that_a_capture_replaces():
+    names = {each.arg for call in CALLS for each in call.keywords if each.arg is not None}
+    listed = (ROOT.parent / "docs" / "capture.md").read_text().partition("## Patches of torch")[2].partition("## ")[0]
+    assert len(names) >= 8 and [each for each in sorted(names) if each not in listed] == []
 
 
 class Loud:
