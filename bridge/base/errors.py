@@ -19,6 +19,7 @@ import torch
 __all__ = ["ARGUMENTS", "BY_DRAWS", "BY_NUMBERS", "CALL_BEFORE", "INTERPRETER", "MODULE", "RUN", "STRUCTURE"]
 __all__ += ["CacheNotFilled", "CompilationError", "DispatchMiss", "GuardFailure", "Unsupported", "UnsupportedModule"]
 __all__ += ["from_user_code", "is_out_of_memory", "is_pythons_file", "is_refused_by_eager", "is_user_file", "line_of"]
+__all__ += ["line_of_forward"]
 __all__ += ["TORCH_DIR", "refused_by_eager", "swallowed", "user_line"]
 
 TORCH_DIR = os.path.join(os.path.dirname(torch.__file__), "")
@@ -173,6 +174,11 @@ def user_line(source: str | traceback.StackSummary | BaseException | None) -> st
         if is_user_file(frame.filename):
             return line_of((frame.filename, frame.lineno or 0))
     return None
+
+
+def line_of_forward() -> str:
+    """The user's line that this thread runs, or ``"forward"``."""
+    return user_line(traceback.extract_stack()) or "forward"
 
 
 def line_of(place: tuple[str, int]) -> str:

@@ -35,7 +35,12 @@ from bridge.base.torch_higher_order import BlockMask
 from bridge.base.torch_internals import pytree
 
 __all__ = ["ObjectNode", "WithWholes", "has_objects", "is_plain", "leaf_names", "objects_of", "packed"]
-__all__ += ["packed_arguments", "picker", "structure_difference", "unpacked"]
+__all__ += ["packed_arguments", "picker", "structure_difference", "tensor_leaves", "unpacked"]
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of a tree, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def leaf_names(spec: pytree.TreeSpec) -> list[str]:

@@ -19,6 +19,7 @@ from torch import fx
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, swallowed, user_line
+from bridge.base.pytrees import tensor_leaves
 from bridge.base.torch_fakes import new_fake
 from bridge.base.torch_internals import (
     FakeTensor,
@@ -129,7 +130,7 @@ def _other_than_eagers(
 ) -> NotFunctional | None:
     """Compares an operator's results on fake tensors with eager's → a refusal if shapes or dtypes differ, or if one is
     a view and the other a copy of written memory: ``reshape`` decides by strides, which fakes may have otherwise."""
-    where, ours, found = user_line(node.meta.get("stack_trace")), _tensors(node.meta["val"]), _tensors(made)
+    where, ours, found = user_line(node.meta.get("stack_trace")), tensor_leaves(node.meta["val"]), tensor_leaves(made)
     here = memory_at(node)
     if type(made) is tuple and len(ours) == len(found) == len(here) == len(made):  # oneDNN adds an unread workspace
         read = {user.args[1] for user in node.users if user.target is getitem and user.users}
@@ -141,7 +142,7 @@ def _other_than_eagers(
     there = [each for source in node.all_input_nodes for each in memory_at(source)]
     if memory.isdisjoint((*there, *here)) or (aliased(node) is None and _is_given_away(node, there)):
         return None
-    operands = {storage_id(each.elem) for each in _tensors((args, kwargs))}
+    operands = {storage_id(each.elem) for each in tensor_leaves((args, kwargs))}
     if [each in there for each in here] == [storage_id(each.elem) in operands for each in found]:
         return None
     reason = "copies in eager what it views on fake tensors, or the reverse, and one of the two is written"
@@ -169,10 +170,6 @@ def _is_given_away(node: fx.Node, memory: Sequence[int | None]) -> bool:
     before = takewhile(lambda each: each is not node, node.graph.nodes)
     owners = {each for each in before if not set(memory).isdisjoint(memory_at(each))}
     return all(each.op == "call_function" and owners.issuperset({*each.users} - {node}) for each in owners)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _writes(node: fx.Node) -> bool:
@@ -297,7 +294,7 @@ RAN = torch.ops.tvm_dispatch.ran.default
 
 def is_for_errors(op: Any, args: Sequence[Any], value: Any) -> bool:
     """Whether a call without users must stay because it may raise an error, as in eager."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    tensors = tensor_leaves(value)
     if not tensors:
         return False
     return may_raise(op, tensors[0].dtype, len(args) > 1 and isinstance(args[1], int | float) and args[1] != 0)

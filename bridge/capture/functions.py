@@ -20,9 +20,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from bridge.base.errors import Unsupported, UnsupportedModule, user_line
+from bridge.base.errors import Unsupported, UnsupportedModule, line_of_forward
 from bridge.base.modes import replaced_here
-from bridge.base.threads import raise_deferred, stack_of
+from bridge.base.pytrees import tensor_leaves
+from bridge.base.threads import raise_deferred
 from bridge.base.torch_fakes import fake_type_hidden
 from bridge.base.torch_higher_order import is_check_of_devices
 from bridge.base.torch_internals import (
@@ -124,7 +125,7 @@ class Functions(TorchFunctionMode):
             func = own_function(func)
             self.reads_addresses |= getattr(func, "__name__", "") in ADDRESSES
             if any(map(_is_of_nested, types)):
-                raise UnsupportedModule("", [nested(getattr(func, "__name__", str(func)), _line())])
+                raise UnsupportedModule("", [nested(getattr(func, "__name__", str(func)), line_of_forward())])
             inside, call = function_running(), partial(self._any, quiet)
             return (call if inside is None else partial(inside.called, call))(func, args, kwargs or {})
 
@@ -137,7 +138,7 @@ class Functions(TorchFunctionMode):
             return False
         if func in _BACKWARDS:
             reason = "runs a backward inside forward, which adds to gradients that are the caller's"
-            raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", _line(), reason)])
+            raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", line_of_forward(), reason)])
         if innermost_transform() is not None:
             return quiet.call(func, args, kwargs)
         return self._called(func, args, kwargs) if self.rules is None else self._watched(quiet, func, args, kwargs)
@@ -189,7 +190,7 @@ class Functions(TorchFunctionMode):
             return
         self.rules.unsupported += self.arrays.written()
         number_of, rows = self.recorder.values.number_of, self.recorder.record.rows
-        returned = {number_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        returned = set(map(number_of, tensor_leaves(result)))
         for first, names in self.old_names:
             read = (values_in((row.args, row.kwargs)) for row in rows[first:])
             if not all(map(names.isdisjoint, (returned, *read))):
@@ -273,10 +274,6 @@ class Functions(TorchFunctionMode):
 
 def _is_of_nested(kind: type) -> bool:
     return kind.__module__.startswith("torch.nested.")
-
-
-def _line() -> str:
-    return user_line(stack_of(threading.get_ident())) or "forward"
 
 
 def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +14,8 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
-from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, user_line
-from bridge.base.threads import stack_of
-from bridge.base.torch_internals import pytree
+from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, line_of_forward, user_line
+from bridge.base.pytrees import tensor_leaves
 from bridge.capture.draws import IsolatedRNG
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.thread_isolation import note_change_of_generator
@@ -114,15 +112,15 @@ class CachedFunctions:
         @functools.wraps(value)
         @in_its_place
         def run(*args: Any, **kwargs: Any) -> Any:
-            if _tensors((args, kwargs)):
+            if tensor_leaves((args, kwargs)):
                 raise _refused(name, "keeps results by tensors, whose numbers may change")
             found = kept(value, args, kwargs)
             if (result := found.read()) is not ABSENT:
                 return result
             result = value.__wrapped__(*args, **kwargs)
             again = functools.partial(value.__wrapped__, *args, **kwargs)
-            self._made.append((name, again, [(each, each._version) for each in _tensors(result)]))
-            found.made, found.free = result, bool(_tensors(result))
+            self._made.append((name, again, [(each, each._version) for each in tensor_leaves(result)]))
+            found.made, found.free = result, bool(tensor_leaves(result))
             kept(value, args, kwargs)
             return result
 
@@ -143,10 +141,6 @@ class CachedFunctions:
         self._made.clear()
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def _refused(name: str, reason: str) -> UnsupportedModule:
-    where = user_line(stack_of(threading.get_ident())) or "forward"
+    where = line_of_forward()
     return UnsupportedModule("", [Unsupported(f"the cache of {name}", where, reason, _HINT)])

@@ -9,7 +9,6 @@ Function. Operands that the taken branch does not use get zero gradients, and ma
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
-from bridge.base.threads import stack_of
+from bridge.base.errors import Unsupported, UnsupportedModule, line_of_forward, swallowed
 from bridge.base.torch_higher_order import is_check_of_devices, is_indexing, lifted_operands
 from bridge.base.torch_internals import HigherOrderOperator, aten, innermost_transform, no_torch_function, pytree
 from bridge.capture.custom_functions import functions_of_torchs
@@ -168,7 +166,7 @@ class HigherOrder:
                 return self._call(op, args, kwargs, run)
             except _NotExactError as error:
                 reason = str(error)
-        where = user_line(stack_of(threading.get_ident())) or "forward"
+        where = line_of_forward()
         raise UnsupportedModule("", [Unsupported(op.name(), where, reason)])
 
     def _call(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:

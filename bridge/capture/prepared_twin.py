@@ -5,7 +5,6 @@ The twin's outermost module has no hooks: they run around the compiled call. Hoo
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from types import MethodType
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bridge.base.errors import Unsupported, UnsupportedModule, user_line
+from bridge.base.errors import Unsupported, UnsupportedModule, line_of_forward
 from bridge.base.pytrees import unpacked
-from bridge.base.threads import stack_of
 from bridge.base.torch_internals import (
     MODULE_HOOKS,
     BatchNormBase,
@@ -202,7 +200,7 @@ class Protected:
         """Saves memory before a write; :class:`UnsupportedModule` for a tensor that only eager may write."""
         memory = memory_of(tensor)
         if memory in self._inner and tensor.requires_grad and torch.is_grad_enabled():
-            where = user_line(stack_of(threading.get_ident())) or "forward"
+            where = line_of_forward()
             hint = "work on a clone: x = x.clone() before it"
             raise UnsupportedModule("", [Unsupported("an argument", where, CHANGES_ARGUMENT, hint)])
         if memory in self._memory and memory not in self._before:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, UnsupportedModule, line_of
 from bridge.base.modes import modes_put_back
-from bridge.base.pytrees import objects_of, packed, packed_arguments, unpacked
+from bridge.base.pytrees import objects_of, packed, packed_arguments, tensor_leaves, unpacked
 from bridge.base.torch_higher_order import nested_operands
 from bridge.base.torch_internals import python_kernels, pytree, storage_id
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
@@ -69,10 +69,10 @@ class Given:
         self.buffers = [(copied(each), each) for spec, each in pairs if spec.kind == "buffer"]
         self._copies = {id(each): made for made, each in self.buffers}
         self.computed: dict[int, torch.Tensor] = {}
-        self.callers = _tensors((args, kwargs))
+        self.callers = tensor_leaves((args, kwargs))
         self.args, self.kwargs = own_leaves(args, kwargs, self.real_tensors)
         self.leaves, self.in_spec = pytree.tree_flatten((self.args, self.kwargs))
-        self.arguments = _tensors(self.leaves)
+        self.arguments = tensor_leaves(self.leaves)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The twin's tensor for a module's: a buffer's copy, a leaf in the memory of a computed tensor, or itself."""
@@ -491,7 +491,3 @@ def _is_filled(before: torch.Tensor | None, after: Any, is_first: bool) -> bool:
     if before is None or not (is_first and isinstance(after, torch.Tensor)):
         return before is None
     return (before.dtype, before.shape) != (after.dtype, after.shape)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

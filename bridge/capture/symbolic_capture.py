@@ -11,7 +11,7 @@ import torch
 
 from autodiff.extents import Dim, Extent, sample_of
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.pytrees import is_plain
+from bridge.base.pytrees import is_plain, tensor_leaves
 from bridge.base.tensor_properties import offset_in
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import pytree
@@ -120,7 +120,7 @@ def _arguments_of_sample(
 ) -> tuple[torch.Tensor, ...]:
     """Fake tensors with the sample's sizes: of the argument tensors, then of the counted ones."""
     mode = fake_mode(allow_non_fake_inputs=True)
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = tensor_leaves((args, kwargs))
     tensors += [sized(hint(each.shape[0])) for each in counted]
     made = tuple(mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in tensors)
     clear_fake_memo(mode)
