@@ -183,17 +183,13 @@ class Decision:
     Attributes:
         seconds: of the candidates that could be timed.
         choice: the chosen candidate.
-        why: the error that made timing impossible, or empty.
     """
 
     question: Question
     seconds: Mapping[str, float]
     choice: str
-    why: str = ""
 
     def __str__(self) -> str:
-        if self.why:
-            return f"{self.question}: no trial, {self.choice} is taken: {self.why}"
         told = ", ".join(f"{way} {1e3 * spent:.3f}" for way, spent in self.seconds.items())
         return f"{self.question}: {self.choice} (milliseconds: {told})"
 
@@ -224,7 +220,6 @@ class Trials:
         preferred: Sequence[str] | None = None,
         *,
         kept: bool = True,
-        impossible: tuple[type[Exception], ...] = (),
     ) -> str:
         """Returns the candidate to use.
 
@@ -233,19 +228,15 @@ class Trials:
             margin: see :func:`as_quick`.
             preferred: the candidates, the most preferred first; by default in the question's order.
             kept: whether to read and write the disk cache.
-            impossible: exceptions of ``measure`` that mean "cannot be timed": the default is used then.
         """
         with self._alone(question.kind):
             if question in self._choices:
                 return self._choices[question]
-            usual = choice = question.ways[0]
+            choice = question.ways[0]
             if self._counts[question.kind] < _MOST:
-                try:
-                    seconds = _on_disk(question, measure) if kept else measure()
-                    choice = chosen(seconds, question.ways if preferred is None else preferred, margin) or usual
-                    decision = Decision(question, seconds, choice)
-                except impossible as error:
-                    decision = Decision(question, {}, usual, str(error))
+                seconds = _on_disk(question, measure) if kept else measure()
+                choice = chosen(seconds, question.ways if preferred is None else preferred, margin) or choice
+                decision = Decision(question, seconds, choice)
                 _LOG.info("%s", decision)
                 self.decisions.append(decision)
             self._set(question, choice)

@@ -15,9 +15,8 @@ from bridge.aten import (
 )
 from bridge.aten.draws import described_draw
 from bridge.aten.importer import Imported, import_graph
-from bridge.aten.recurrent import LayerShape, layers_chosen_by
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 
-__all__ = ["CONVERSIONS", "Imported", "LayerShape", "UnsupportedUse", "activations", "any_operator", "conv"]
-__all__ += ["custom_functions", "described_draw", "import_graph", "indexing", "layers_chosen_by", "nn"]
+__all__ = ["CONVERSIONS", "Imported", "UnsupportedUse", "activations", "any_operator", "conv"]
+__all__ += ["custom_functions", "described_draw", "import_graph", "indexing", "nn"]
 __all__ += ["pointwise", "recurrent", "reductions", "shape", "special"]

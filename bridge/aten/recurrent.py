@@ -2,8 +2,8 @@
 
 A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is split into layers and directions. Each becomes a loop, with
 one product and one launch a step; where the batch is dynamic, a library function, cells step by step. An LSTM on the
-processor stays oneDNN's kernel unless :func:`layers_chosen_by` chooses a loop. On a GPU a call stays whole where
-cuDNN's kernels are quicker (:mod:`bridge.aten.conv`). Dropout between layers is already a separate operator
+processor stays oneDNN's kernel, beside which loops gained nothing (``docs/numbers.md``). On a GPU a call stays whole
+where cuDNN's kernels are quicker (:mod:`bridge.aten.conv`). Dropout between layers is already a separate operator
 (:mod:`bridge.capture.passes.decompositions`).
 
 A loop is one step between marks, for one direction of one layer. :mod:`autodiff.scan` hoists the input's product out
@@ -18,13 +18,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import fx
 from tvm import relax
 
 from autodiff.extents import Dim
@@ -35,7 +32,7 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
 from bridge.capture import LOOP_MARKS, PACKED_LAYERS, RECURRENT_LAYERS, TensorMetadata
 
-__all__ = ["LayerShape", "first", "last", "layers_chosen_by", "looped_layer", "part", "recurrent_layer", "steps"]
+__all__ = ["first", "last", "looped_layer", "part", "recurrent_layer", "steps"]
 __all__ += ["whole_layers"]
 
 op = relax.op
@@ -146,34 +143,6 @@ _WIDE = 256
 of the time of oneDNN's kernel for one length; with 128 elements 1.1 to 1.3 (Xeons, two threads, 8 to 128 rows)."""
 
 
-class LayerShape(NamedTuple):
-    """The facts that decide the time of an LSTM layer in one direction: float32, on the host, of known sizes.
-
-    ``into_x``: whether its inputs have a gradient. Without it a loop saves one product of three; oneDNN's kernel
-    always computes it.
-    """
-
-    steps: int
-    rows: int
-    inputs: int
-    size: int
-    biases: bool
-    into_x: bool = True
-
-
-_CHOOSE: ContextVar[Callable[[LayerShape], bool]] = ContextVar("bridge_layers", default=lambda _: False)
-
-
-@contextmanager
-def layers_chosen_by(is_looped: Callable[[LayerShape], bool]) -> Iterator[None]:
-    """Context in which ``is_looped`` chooses the layers that become loops; by default oneDNN runs all."""
-    token = _CHOOSE.set(is_looped)
-    try:
-        yield
-    finally:
-        _CHOOSE.reset(token)
-
-
 @converts(RECURRENT_LAYERS)
 def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_ways, batch_first):
     """Output and last states of all layers: ``[layers * directions, batch, hidden]``."""
@@ -181,7 +150,6 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
         raise UnsupportedUse("a recurrent layer of several element types")
     projected = len(weights) // (layers * (2 if both_ways else 1)) % 2 == 1
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
-    given, is_input_fixed = x, not _needs_gradient(node.args[1])
     steps, *of_step = shape(x)
     known, on_host = not has_extents([of_step, *map(shape, states)]), current_device() == HOST
     fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled and on_host
@@ -195,14 +163,10 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
         x, *last = cudnn_layers(importer, cell, x, states, weights, bool(biases), layers, bool(both_ways))
         return importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x, *last
 
-    def is_looped(x: Expr, own: Sequence[Expr]) -> bool:
-        if not known or not fused or varies:
-            return known
-        into_x = not (is_input_fixed and x is given)
-        return _CHOOSE.get()(LayerShape(*shape(x), shape(own[1])[1], bool(biases), into_x))
+    is_looped = known and (not fused or varies)
 
     def layer(x: Expr, own: Sequence[Expr], first: Sequence[Expr], reverse: bool) -> list[Expr]:
-        if is_looped(x, own):
+        if is_looped:
             return looped_layer(importer, cell, reverse, x, own, bool(biases), first)
         # only oneDNN knows the bytes of its workspace, for given sizes
         options = {"cell": cell, "reverse": reverse, "biases": bool(biases), "fused": fused and known}
@@ -211,19 +175,6 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     x, *last = _through_layers(importer, layer, x, states, weights, layers, both_ways)
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
     return x, *last
-
-
-def _needs_gradient(value: fx.Node) -> bool:
-    """Whether a tensor that requires grad reaches a value, as far as that is known."""
-    seen, stack = {value}, [value]
-    while stack:
-        node = stack.pop()
-        if node.op == "placeholder" and getattr(node.meta.get("val"), "requires_grad", True):
-            return True
-        new = [each for each in node.all_input_nodes if each not in seen]
-        seen.update(new)
-        stack += new
-    return False
 
 
 @converts(PACKED_LAYERS)

@@ -47,7 +47,7 @@ from bridge.base.session import SESSION
 from bridge.base.torch_cuda import gpu_features, read_settings
 from bridge.base.torch_internals import OpOverload, pytree, storage_id
 from bridge.capture import Captured, LoopedCall, RecordedCall, capture, device_of_call, record_call
-from bridge.compile import backend_for, host_features
+from bridge.compile import host_features
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
 from bridge.lowering.record import KeptLowering, parts_of_lowering
@@ -77,16 +77,8 @@ def call_key_of(call: SampleCall, partition: Any) -> tuple | None:
     casts = autocast_setting(), cuda_autocast_setting()
     modes = (torch.is_grad_enabled(), torch.get_default_dtype(), current_device(), *casts)
     settings = tuple(map(str, read_settings()))  # they choose the kernels in composite operators
-    measured = _measured() if any(issubclass(kind, nn.RNNBase) for _, kind in classes) else ()
     looks = classes, tuple(tensors), tuple(places), tuple(keys), spec
-    return *looks, modes, strategy, tuple(call.dims), settings, measured
-
-
-def _measured() -> tuple:
-    """The facts, beside its shape, that decide between the candidates of a recurrent layer."""
-    host = backend_for(None)
-    settings = torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
-    return host.threads(), str(host.machine()), *settings
+    return *looks, modes, strategy, tuple(call.dims), settings, torch.backends.mkldnn.enabled
 
 
 def _tensor_key(tensor: torch.Tensor) -> tuple:

@@ -171,13 +171,10 @@ def test_damage_on_the_disk_is_a_new_trial(used_cache, damage):
     assert [as_another_process(measure) for _ in range(2)] == ["ours"] * 2 and measure.count == 2
 
 
-def test_where_nothing_can_be_timed_the_usual_way_is_taken(caplog, used_cache):
-    with caplog.at_level("INFO", "bridge.compile"):
-        assert as_another_process(fails, impossible=(RuntimeError,)) == "mm"
-    assert "product large: no trial, mm is taken: no kernel" in caplog.text
-    assert not list(current_store().files())
+def test_an_error_of_the_timing_is_the_callers_and_nothing_is_kept(used_cache):
     with pytest.raises(RuntimeError, match="no kernel"):
         as_another_process(fails)
+    assert not list(current_store().files())
     assert as_another_process(Measured()) == "mm"
 
 

@@ -30,7 +30,7 @@ ENVIRONMENT = {"BRIDGE_CACHE": "0", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0
 def pinned() -> Iterator[None]:
     """While active, rules replace choices by measuring, as in ``tests/conftest.py``.
 
-    A product is generated code where that is a candidate and torch's elsewhere; a recurrent layer is oneDNN's; a small
+    A product is generated code where that is a candidate and torch's elsewhere; a small
     call is timed beside eager three times, with three runs of ``forward``.
     Restores loggers, generators and the number of threads.
     """
@@ -44,7 +44,6 @@ def pinned() -> Iterator[None]:
             "bridge.compile.cpu.products.measured",
             lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0},
         )
-        patch.setattr("bridge.lowering.pipeline._seconds", lambda *args: {})
         patch.setattr("bridge.dispatch.profitability._PACE", Pace(fewest=1, most=1, warm_up=2))
         torch.set_num_threads(1)
         for logger in loggers:
