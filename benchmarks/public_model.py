@@ -315,10 +315,10 @@ def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row
             break
         if isinstance(judge, Judge):
             row.update(judge.look_at(name, peer))
-        with memory.of(name, counts=False):  # other models compile meanwhile
+        with memory.of(name, counts=False):  # other models compile meanwhile; what the first step leaves is the peer's
             for leaf in peer.leaves:
                 leaf.grad = None
-        _emptied()
+            _emptied()
         model.parent.tell(row=row)
         return {name: peer}
     return {}

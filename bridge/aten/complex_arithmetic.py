@@ -22,6 +22,7 @@ from bridge.aten.any_operator import check_functional, whole
 from bridge.aten.complex_value import Complex, as_complex, is_complex_form, joined, part_form, part_type, separated
 from bridge.aten.pointwise import stop_gradient
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse, converts, relax_dtype
+from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT
 
@@ -144,10 +145,12 @@ def div(importer, node, a, b):
 
 @_complex(aten.mean.default, aten.mean.dim)
 def mean(importer, node, x, *args, **kwargs):
-    """The means of the parts, divided by a complex 1, as torch divides by a complex count."""
+    """The means of the parts, on a CPU divided by a complex 1: torch divides by a complex count there, a GPU's kernel
+    multiplies by a real number."""
     (x,) = _operands(importer, node, x)
-    means = (CONVERSIONS[node.target](importer, node, part, *args, **kwargs) for part in x.parts)
-    return div(importer, node, Complex(*means), 1)
+    means = Complex(*(CONVERSIONS[node.target](importer, node, part, *args, **kwargs) for part in x.parts))
+    divided = div(importer, node, means, 1)
+    return divided if current_device() == HOST else _derived(importer, means, divided)
 
 
 @_complex(aten.pow.Tensor_Scalar)

@@ -139,6 +139,7 @@ PRESERVED = (
     aten.linalg_vector_norm.default,
     aten.linear.default,
     aten.matmul.default,
+    aten.baddbmm.default,  # for an alpha of 0, torch's kernel may read no products
     aten._safe_softmax.default,
     aten._weight_norm_interface.default,  # for half types, torch's kernel computes in float32 and rounds once
     aten._prelu_kernel.default,  # its weight's gradient would multiply by elements on which it does not depend
