@@ -11,7 +11,6 @@ from autodiff.clean import clean, clean_joint
 from autodiff.differentiate import differentiate, drop_gradients, seed_vjp, without_grad_outs
 from autodiff.dropout import mask_dropout
 from autodiff.errors import NoGradient, UndifferentiableOp
-from autodiff.instantiate import instantiate
 from autodiff.layout_propagation import sink_channel_permutes, sink_head_permutes
 from autodiff.normalization import spell_out
 from autodiff.pads import join_pads
@@ -29,7 +28,7 @@ __all__ = [
     "sink_channel_permutes",
 ]
 __all__ += ["clean_joint", "common_subexpression_elimination", "dead_code_elimination", "deduplicate_views"]
-__all__ += ["differentiate", "drop_gradients", "instantiate", "join_pads", "join_products", "sink_head_permutes"]
+__all__ += ["differentiate", "drop_gradients", "join_pads", "join_products", "sink_head_permutes"]
 __all__ += ["mask_dropout", "one_zapp", "seed_vjp", "spell_out", "unique_names", "without_grad_outs", "zapp_like"]
 __all__ += ["zero_zapp"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autodiff import clean, differentiate, instantiate, join_products, mask_dropout, spell_out
+from autodiff import clean, differentiate, join_products, mask_dropout, spell_out
 from autodiff.body import Scope
 from autodiff.extents import Dim, ExtentScope
 from autodiff.ir import (
@@ -25,6 +25,7 @@ from autodiff.ir import (
 )
 from bridge.reference.relax import interpret
 from partition import Partitioned, partition
+from tests.autodiff.instantiate import instantiate
 
 __all__ = ["Pipeline", "Places", "compare", "extents_of_size", "function_of", "pipeline", "resized"]
 

@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 import autodiff
 from autodiff.extents import Extent
-from autodiff.instantiate import instantiate
 from bridge import lower
 from bridge.aten import import_graph
 from bridge.base.devices import working_for
@@ -23,6 +22,7 @@ from bridge.lowering.stage import Stage
 from bridge.reference import interpret, run_graph
 from bridge.state import SampleCall
 from bridge.verify.inputs import eager_reference
+from tests.autodiff.instantiate import instantiate
 from tests.device import DEVICE
 
 __all__ = ["assert_as_eager", "at_sizes", "differentiated", "imported", "sizes_of"]

@@ -5,13 +5,14 @@ import torch
 from tvm import relax
 from tvm.relax import op
 
-from autodiff import clean, differentiate, instantiate
+from autodiff import clean, differentiate
 from autodiff.body import Scope
 from autodiff.extents import ExtentScope
 from autodiff.ir import Constant, DataflowVar, Expr, Function, Var, bindings, build_function, library_name, used_vars
 from autodiff.library import number
 from bridge.reference.relax import interpret
 from partition import partition
+from tests.autodiff.instantiate import instantiate
 
 
 def of_sizes(n, m) -> Function:

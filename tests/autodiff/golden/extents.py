@@ -6,12 +6,12 @@ from tvm import relax
 from tvm.relax import op
 from tvm.script import relax as R
 
-from autodiff import instantiate
 from autodiff.body import Scope
 from autodiff.extents import ExtentScope
 from autodiff.ir import Function, Var, build_function
 from autodiff.library import number
 from tests.autodiff.golden import GOLDEN, Golden
+from tests.autodiff.instantiate import instantiate
 
 __all__ = ["SCOPE"]
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from autodiff.extents import ExtentScope
-from autodiff.instantiate import instantiate
 from bridge.compile import CompileOptions, Program, backend_for, compile_function
+from tests.autodiff.instantiate import instantiate
 from tests.bridge.compile_helpers import function
 
 __all__ = ["SAMPLE", "Symbolic"]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from autodiff.extents import ExtentScope
-from autodiff.instantiate import instantiate
 from bridge.compile import compile_function
+from tests.autodiff.instantiate import instantiate
 from tests.bridge.compile.random_functions import OnRelax, draw, play
 from tests.bridge.compile_helpers import current_options, function
 from tests.sampling import sampled

@@ -1,4 +1,4 @@
-"""Instantiation: a function with symbolic extents and their sizes -> the static function (for tests)."""
+"""Instantiation: a function with symbolic extents and their sizes -> the static function."""
 
 from __future__ import annotations
 
