@@ -118,9 +118,9 @@ def add_tvm_dispatch(
         partition: the strategy that selects the saved tensors: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a
             strategy object.
         on_miss: for calls that match no entry: ``"eager"`` (the default with a sample), ``"compile"`` (the default
-            without one; the second size of a dimension is compiled for all sizes from 2 on, if that is exact; at most
-            ``MAX_ENTRIES`` entries are kept, and calls that keep missing the same guard are compiled a few times, then
-            run eager) or ``"error"``.
+            without one, and for parts that random draws select; the second size of a dimension is compiled for all
+            sizes from 2 on, if that is exact; at most ``MAX_ENTRIES`` entries are kept, and calls that keep missing the
+            same guard are compiled a few times, then run eager) or ``"error"``.
         target: a TVM target of kind ``llvm`` or ``cuda``, or a GPU by name (``"cuda:1"``); by default the device of the
             module's and the sample's tensors.
         dynamic_shapes: the sample's dynamic dimensions, in torch.export's format: the entry serves all sizes from 2 on,

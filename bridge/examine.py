@@ -63,6 +63,8 @@ class Coverage:
         if not self.unsupported:
             return head + "\nnothing stands in the way of add_tvm_dispatch"
         told = [head, "not supported:", *(f"  {problem}" for problem in self.unsupported)]
+        if UnsupportedModule(self.module_name, self.unsupported).is_of_draws:
+            told.append("add_tvm_dispatch dispatches the modules inside by themselves, if it can dispatch any")
         if self.ways:
             told += ["what can be dispatched of it:", *(f"  {way}" for way in self.ways), f"  {quickest(self.ways)}"]
         else:
@@ -97,6 +99,8 @@ def examine(
                 if node.op == "call_function" and node.target is not operator.getitem
             )
             lower_captured(captured, grad=torch.is_grad_enabled())
+            if captured.numbers.by_draws and not call.dims:
+                raise UnsupportedModule(name, captured.decisions)
         except UnsupportedModule as error:
             refused = error.ops
         else:

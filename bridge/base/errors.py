@@ -87,7 +87,7 @@ class UnsupportedModule(RuntimeError):
 
 
 BY_NUMBERS = "depends on the numbers in a tensor"
-BY_DRAWS = ("a random draw decides", "draws from a generator that is not torch's")
+BY_DRAWS = ("a random draw decides", "draws from a generator that is not torch's", "draws from a generator of its own")
 
 
 class CacheNotFilled(UnsupportedModule):

@@ -19,7 +19,7 @@ from torch import fx
 
 from autodiff.extents import sample_of
 from bridge.base.devices import HOST, current_device
-from bridge.base.errors import Unsupported, line_of
+from bridge.base.errors import BY_DRAWS, Unsupported, line_of
 from bridge.base.generators import default_generator, generator_device, offset_of, on_side_states
 from bridge.base.torch_cuda import attention_may_be_formula, memory_of
 from bridge.base.torch_internals import (
@@ -281,7 +281,7 @@ class DrawRecorder(IsolatedRNG):
             self.underived(str(func))
         rest = args[1:] if _only_filled(func) else args
         if kwargs.get("generator") is not None:
-            self.complain(str(func), "a random draw from a generator of its own", _OWN_GENERATOR)
+            self.complain(str(func), BY_DRAWS[2], _OWN_GENERATOR)
             return
         if any(isinstance(value, torch.Tensor) for value in (*rest, *kwargs.values())):
             if func not in COMPUTED_DRAWS:

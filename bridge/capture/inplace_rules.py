@@ -17,9 +17,13 @@ from bridge.base.torch_internals import storage_id
 from bridge.capture.autograd_uses import CheckpointedReads
 from bridge.capture.custom_functions import function_running
 
-__all__ = ["CHANGES_ARGUMENT", "PARAMETER_HINT", "SWITCHED", "InPlaceRules"]
+__all__ = ["CHANGES_ARGUMENT", "FOREIGN_DRAW", "PARAMETER_HINT", "SWITCHED", "InPlaceRules"]
 __all__ += ["overlaps", "overlaps_itself", "share_elements"]
 
+FOREIGN_DRAW = (
+    f"{BY_DRAWS[1]}: a compiled call would repeat one number for ever",
+    "draw with torch, or outside of the module and pass the number in",
+)
 CHANGES_ARGUMENT = "changes a tensor that was passed to the module and that autograd follows"
 SWITCHED = "sets whether gradients of a tensor of the module or the caller are wanted"
 
@@ -91,8 +95,7 @@ class InPlaceRules:
     def foreign_draw(self, name: str, where: str | None = None) -> None:
         """Refuses a draw from Python's or numpy's generator, once for each generator."""
         if not any(known.op == name for known in self.unsupported):
-            reason = f"{BY_DRAWS[1]}: a compiled call would repeat one number for ever"
-            hint = "draw with torch, or outside of the module and pass the number in"
+            reason, hint = FOREIGN_DRAW
             if where is None and not is_alone():
                 hint += "; if it is another thread that draws, add the dispatch before it does"
             self.unsupported.append(Unsupported(name, where or "forward", reason, hint))

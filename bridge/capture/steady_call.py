@@ -16,12 +16,14 @@ The user's module changes only at the end, if at all.
 from __future__ import annotations
 
 import collections
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,7 +37,7 @@ from bridge.base.errors import (
 from bridge.base.log import channel
 from bridge.capture.custom_functions import WritesArgumentsError
 from bridge.capture.fake_run import FakeRecord, differences, fake_run_of, same_numbers
-from bridge.capture.inplace_rules import OTHER_NAME
+from bridge.capture.inplace_rules import FOREIGN_DRAW, OTHER_NAME
 from bridge.capture.kept_state import KeptState, kept_state
 from bridge.capture.loops.rolled import rolled_up
 from bridge.capture.numbers import Counted, Counter
@@ -213,9 +215,16 @@ def _on_fakes(real: RealRun, *given: Any, **named: Any) -> FakeRecord:
 
 
 def _changing(real: RealRun, changed: Sequence[str]) -> UnsupportedModule:
-    name = type(real.twin).__name__
-    problems = [Unsupported(each, f"{name}.forward", _EVERY_CALL, _KEEP) for each in changed]
-    return UnsupportedModule(name, [*real.observation.unsupported, *problems])
+    name, known, places = type(real.twin).__name__, real.observation.unsupported, real.observation.reads.items.values()
+    draws = {each.place.changed for each in places if isinstance(getattr(each, "value", None), _generators())}
+    if any(each.reason == FOREIGN_DRAW[0] for each in known):  # by name, with the line
+        changed = [each for each in changed if each not in draws]
+    said = [(each, FOREIGN_DRAW if each in draws else (_EVERY_CALL, _KEEP)) for each in changed]
+    return UnsupportedModule(name, [*known, *(Unsupported(each, f"{name}.forward", *words) for each, words in said)])
+
+
+def _generators() -> tuple[type, ...]:
+    return random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator
 
 
 def _keeping(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -49,7 +50,7 @@ def add_tvm_dispatch(
     whole: bool | None = None,
 ) -> Module:
     """Implements :func:`bridge.add_tvm_dispatch`."""
-    learns = sample_input is None and sample_kwargs is None
+    learns, is_default = sample_input is None and sample_kwargs is None, on_miss is None
     on_miss = ("compile" if learns else "eager") if on_miss is None else on_miss
     _require_arguments(module, others, on_miss, cuda_graphs, freeze=freeze, whole=whole)
     resolve_strategy(partition)
@@ -62,7 +63,8 @@ def add_tvm_dispatch(
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
     backend = None if target is None else backend_for(target)
     is_whole = whole or dynamic_shapes is not None or (learns and on_miss == "error")
-    options = DispatchOptions(partition, on_miss, backend, freeze, cuda_graphs, None if is_whole else add_parts)
+    divide = None if is_whole else partial(add_parts, compiles_selected=is_default)
+    options = DispatchOptions(partition, on_miss, backend, freeze, cuda_graphs, divide)
     dispatcher = dispatcher_of(module) or Dispatcher(module, options)
     if learns:
         dispatcher.take(options)
@@ -100,7 +102,7 @@ def _add(dispatcher: Dispatcher, call: SampleCall, options: DispatchOptions, is_
                 raise
             problem = refused
         try:  # outside of the except clause: its errors are not caused by the refusal
-            add_parts(call, problem, options)
+            options.divide(call, problem, options)
             return False
         except UnsupportedModule:
             if not problem.is_of_draws:

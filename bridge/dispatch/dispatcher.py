@@ -358,7 +358,12 @@ class Dispatcher:
         except UnsupportedModule:
             self.take(replace(self.options, divide=None))
             return self._compile(call, failure)
+        except Exception as error:
+            if not is_refused_by_eager(error):
+                raise
+            return None  # eager's own, for other draws than this call's
         self._leave_to_eager(call.name, failure, refused, is_told=True)
+        self.entries.divided.add(failure.reason)
         return None
 
     def _leave_to_eager(self, name: str, failure: GuardFailure, why: object, is_told: bool = False) -> None:

@@ -42,6 +42,7 @@ class Entries:
         all: the entries, oldest first. A change makes a new list, since other threads may be iterating over this one.
         misses: eager calls, by reason; beyond the first thousand reasons, under one name.
         refused: reason of a miss → why calls with it are never compiled.
+        divided: reasons of misses whose calls run in parts, which count their own calls.
         eager_backwards: backwards of hits that eager's operators computed, by reason.
     """
 
@@ -50,6 +51,7 @@ class Entries:
         self.misses: Counter[str] = Counter()
         self.eager_backwards: Counter[str] = Counter()
         self.refused: dict[str, str] = {}
+        self.divided: set[str] = set()
         self._hits_of_gone = 0
 
     @property
@@ -58,7 +60,9 @@ class Entries:
         return self._hits_of_gone + sum(entry.hits for entry in self.all)
 
     def count_miss(self, reason: str) -> None:
-        """Counts an eager call."""
+        """Counts an eager call, unless it runs in parts."""
+        if reason in self.divided:
+            return
         is_counted = reason in self.misses or len(self.misses) < MAX_REASONS
         self.misses[reason if is_counted else _OTHERS] += 1
 

@@ -3,16 +3,21 @@
 The search goes from the outside in: each module that a refused module calls is tried with its arguments in a run of the
 sample; if it is refused as well, its own callees are tried. A shared module is dispatched once. The code between parts
 runs eager. :class:`PartStats` sums the statistics of the parts.
+
+Where random draws select what runs, the sample shows the calls of a few selections. Parts compile the calls of others
+when they come, also modules that no selection of the sample called.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -75,10 +80,10 @@ class DispatchedParts:
     eager: tuple[Eager, ...] = ()
     dispatchers: dict[str, weakref.ref[Dispatcher]] = field(default_factory=dict)
 
-    @property
-    def paths(self) -> set[str]:
-        """Paths of all dispatched modules, including the user's."""
-        return {*self.shares, *self.dispatchers}
+    def has(self, path: str) -> bool:
+        """Whether a path is a part's, or inside a part that was divided at a call."""
+        paths = {*self.shares, *self.dispatchers}
+        return any(each in paths for each in (path, *(path[: dot.start()] for dot in re.finditer(r"\.", path))))
 
     @property
     def coverage(self) -> float:
@@ -112,14 +117,21 @@ def _inside(module: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def add_parts(call: SampleCall, refused: UnsupportedModule, options: DispatchOptions) -> None:
+def add_parts(
+    call: SampleCall, refused: UnsupportedModule, options: DispatchOptions, compiles_selected: bool = False
+) -> None:
     """Dispatches the largest possible submodules of a module that was refused.
+
+    Args:
+        compiles_selected: ``on_miss="compile"`` for the parts if random draws select what runs.
 
     Raises:
         UnsupportedModule: ``refused``, if no submodule can be dispatched.
         CompilationError: a bug of this package; nothing is dispatched.
     """
     module = call.module
+    if compiles_selected and refused.is_of_draws:
+        options = replace(options, on_miss="compile")
     with ExitStack() as undone:  # on any error, existing dispatchers are as they were
         chosen = _Chosen(module, inner_calls(call, refused.is_of_draws), refused, options, undone)
         chosen.descend("")
@@ -130,7 +142,8 @@ def add_parts(call: SampleCall, refused: UnsupportedModule, options: DispatchOpt
         raise_deferred()  # before modules are changed, not after it
         undone.pop_all()
     parts = _PARTS.setdefault(module, DispatchedParts())
-    for path, dispatcher in chosen.found.items():
+    later = chosen.uncalled() if refused.is_of_draws and options.on_miss == "compile" else ()
+    for path, dispatcher in chain(chosen.found.items(), later):
         child = module.get_submodule(path)
         if dispatcher_of(child) is None:
             install(child, dispatcher)
@@ -190,6 +203,20 @@ class _Chosen:
             if own:
                 found.append(Eager(path, type(self._root.get_submodule(path)).__name__, own))
         return found
+
+    def uncalled(self) -> Iterator[tuple[str, Dispatcher]]:
+        """Paths and new dispatchers of modules that refused modules hold and no run of the sample called."""
+        called = {self._root.get_submodule(path) for calls in self._calls.values() for path in calls}
+        holders = list(self._refused)
+        for path in holders:
+            for name, child in self._root.get_submodule(path).named_children():
+                inner = f"{path}.{name}" if path else name
+                if child in called:
+                    continue
+                if type(child).forward is nn.Module.forward or any(each in called for each in child.modules()):
+                    holders.append(inner)  # a list of modules
+                elif next(child.parameters(), None) is not None and dispatcher_of(child) is None:
+                    yield inner, Dispatcher(child, self._options)
 
     def _problems(self, path: str, calls: list[InnerCall]) -> tuple[Unsupported, ...]:
         """Adds entries for a module's calls; returns the problems if there is no entry."""
@@ -288,12 +315,13 @@ class PartStats(DispatchStats):
 
     @property
     def parts(self) -> dict[str, DispatchStats]:
-        """Path → statistics of each dispatched module; ``""`` is the model itself, if it is dispatched."""
+        """Path → statistics of each dispatched module; ``""`` is the model itself, if it has compiled calls."""
         found = {}
         for path, child in self._module.named_modules():
             dispatcher = dispatcher_of(child)
-            if dispatcher is not None and (not path or path in self._parts.paths):
-                found[path] = dispatcher.stats
+            if dispatcher is not None and (not path or self._parts.has(path)):
+                if path in self._parts.shares or dispatcher.entries.all or dispatcher.entries.misses:
+                    found[path] = dispatcher.stats
         return found
 
     @property
@@ -308,8 +336,10 @@ class PartStats(DispatchStats):
 
     @property
     def eager(self) -> tuple[Eager, ...]:
-        """The modules whose own code stays eager, with reasons."""
-        return self._parts.eager
+        """The modules whose own code stays eager, with reasons, also inside parts that were divided at a call."""
+        inner = [(path, parts_of(child)) for path, child in self._module.named_modules() if self._parts.has(path)]
+        divided = [(path, each) for path, parts in inner if parts is not None for each in parts.eager]
+        return (*self._parts.eager, *(replace(each, path=f"{path}.{each.path}".strip(".")) for path, each in divided))
 
     @property
     def hits(self) -> int:

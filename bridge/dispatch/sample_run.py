@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from bridge.base.devices import HOST, current_device, working_for
+from bridge.base.errors import refused_by_eager, swallowed
 from bridge.base.generators import default_generator, of_gpus, states_put_back
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.pytrees import packed_arguments, unpacked
@@ -84,7 +85,7 @@ def inner_calls(call: SampleCall, redraws: bool = False) -> list[InnerCall]:
         key = path, stack[-1], torch.is_grad_enabled(), needs
         if key not in known:
             known.add(key)
-            given = unpacked(pytree.tree_map_only(torch.Tensor, copier(), packed_arguments((args, kwargs))))
+            given = unpacked(_with_copies(packed_arguments((args, kwargs)), copier()))
             found.append(InnerCall(*key[:2], *given, key[2], ambient_autocast(), torch.is_autocast_cache_enabled()))
         stack.append(path)
         try:
@@ -97,7 +98,11 @@ def inner_calls(call: SampleCall, redraws: bool = False) -> list[InnerCall]:
         same, called = 0, set()
         for _ in range(_MOST_RUNS if redraws else 1):
             before = len(found)
-            leaves = pytree.tree_leaves(copied.forward())  # hooks of the module are not the sample's
+            try:
+                leaves = pytree.tree_leaves(copied.forward())  # hooks of the module are not the sample's
+            except Exception as error:  # noqa: BLE001 - the user's code may raise any, for other draws than before
+                swallowed(error)
+                raise refused_by_eager(error) from error.__cause__
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             if outputs and torch.is_grad_enabled() and not all(each.grad for each in found):
                 with suppress(Exception):  # errors of the user's hooks and functions do not affect the calls found
@@ -166,9 +171,14 @@ def _on_copies(call: SampleCall, enter: Enter) -> Iterator[SampleCall]:
                 reads.recorded(),
             ):
                 given = call.as_pytree()
-                yield SampleCall(twin.module, *pytree.tree_map_only(torch.Tensor, copied, (given.args, given.kwargs)))
+                yield SampleCall(twin.module, *_with_copies((given.args, given.kwargs), copied))
         finally:
             before.restore()
+
+
+def _with_copies(given: Any, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Arguments with copied tensors; a ``torch.Size`` stays one."""
+    return pytree.tree_map_only(torch.Tensor, copied, given, is_leaf=lambda each: isinstance(each, torch.Size))
 
 
 Enter = Callable[..., Any]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, examine, remove_tvm_dispatch, stats
 from bridge.capture import capture
 from bridge.dispatch.options import dispatcher_of
 from bridge.state import SampleCall
@@ -19,6 +19,9 @@ pytestmark = pytest.mark.usefixtures("lowered_once")
 
 WIDTH, LAYERS, DROP = 6, 3, 0.4
 
+OWN_NUMPYS, OWN_STATE, OWN_PYTHONS = np.random.default_rng(0), np.random.RandomState(0), random.Random(0)
+OWN_TORCHS = torch.Generator()
+
 DRAWS = {
     "torch": lambda: torch.rand([]) < DROP,
     "item": lambda: torch.rand(1).item() < DROP,
@@ -26,6 +29,12 @@ DRAWS = {
     "integer": lambda: int(torch.randint(0, 10, (1,))) < 10 * DROP,
     "random": lambda: random.random() < DROP,
     "numpy": lambda: np.random.rand() < DROP,
+    "uniform": lambda: np.random.uniform(0, 1) < DROP,
+    "gauss": lambda: random.gauss(0, 1) > 0.3,
+    "own numpy": lambda: OWN_NUMPYS.random() < DROP,
+    "own state": lambda: OWN_STATE.binomial(1, DROP) == 1,
+    "own random": lambda: OWN_PYTHONS.random() < DROP,
+    "own torch": lambda: torch.rand([], generator=OWN_TORCHS) < DROP,
 }
 
 
@@ -72,6 +81,94 @@ class Root(nn.Sequential):
         return self[0].forward(x)
 
 
+class Straight(Encoder):
+    """Which layer is the first, whose argument needs no gradient, differs between calls."""
+
+    def __init__(self, draw):
+        super().__init__(draw)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+class Nested(Straight):
+    """A module that decides inside one that does."""
+
+    def __init__(self, draw):
+        super().__init__(draw)
+        self.layers = nn.ModuleList(Encoder(draw) for _ in range(2))
+
+
+class Dropped(Straight):
+    """The block decides itself; torchvision's stochastic depth and timm's drop path scale its branch by a mask."""
+
+    def __init__(self, draw):
+        super().__init__(lambda: False)
+        self.layers = nn.ModuleList(Dropped.Block(draw) for _ in range(LAYERS))
+
+    class Block(nn.Module):
+        def __init__(self, draw):
+            super().__init__()
+            self.branch, self.draw = Layer(), draw
+
+        def forward(self, x):
+            if self.training and self.draw():
+                return x
+            keep = x.new_empty(x.shape[0], 1).bernoulli_(1 - DROP) if self.training else 1
+            return x + self.branch(x) * keep
+
+
+class Biased(Straight):
+    """The first layer that runs makes what later ones get (T5's bias of positions)."""
+
+    def __init__(self, draw):
+        super().__init__(draw)
+        self.layers = nn.ModuleList(Biased.Layer() for _ in range(LAYERS))
+
+    class Layer(Layer):
+        def forward(self, x, bias=None):
+            bias = self.up(x) if bias is None else bias
+            return super().forward(x) + bias, bias
+
+    def forward(self, x):
+        bias = None
+        for layer in self.layers:
+            if not self.draw():
+                x, bias = layer(x, bias=bias)
+        return self.head(x)
+
+
+class Rare(Straight):
+    """A branch that no run of the sample takes, and that decides itself."""
+
+    def __init__(self, draw):
+        super().__init__(draw)
+        self.usual, self.rare = self.layers.pop(0), Encoder(draw)
+
+    def forward(self, x):
+        return self.head(self.rare(x) if random.random() < 0.1 else self.usual(x))
+
+
+class Sized(Straight):
+    """A layer gets a ``torch.Size``."""
+
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x, size):
+            return torch.tanh(x * self.weight) + size.numel()
+
+    def __init__(self, draw):
+        super().__init__(draw)
+        self.shift = Sized.Shift()
+
+    def forward(self, x):
+        return super().forward(self.shift(x, x.shape))
+
+
 def pair(kind, draw):
     torch.manual_seed(0)
     one, other = kind(draw).double(), kind(draw).double()
@@ -80,15 +177,18 @@ def pair(kind, draw):
 
 
 def generators():
-    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+    pythons = random.getstate(), OWN_PYTHONS.getstate()
+    numpys = np.random.get_state()[1].tolist(), str(OWN_STATE.get_state()), str(OWN_NUMPYS.bit_generator.state)
+    return torch.get_rng_state().tolist(), OWN_TORCHS.get_state().tolist(), *pythons, *numpys
 
 
-def trained(module, steps=12):
+def trained(module, steps=12, rate=0.1):
     """Each step's loss, gradients, and states of generators afterwards."""
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    optimizer, seen = torch.optim.SGD(module.parameters(), lr=0.1), []
+    for seed in (torch.manual_seed, OWN_TORCHS.manual_seed, random.seed, OWN_PYTHONS.seed, np.random.seed):
+        seed(1)
+    OWN_STATE.seed(1)
+    OWN_NUMPYS.bit_generator.state = np.random.default_rng(1).bit_generator.state
+    optimizer, seen = torch.optim.SGD(module.parameters(), lr=rate), []
     for step in range(steps):
         optimizer.zero_grad()
         loss = module(double(step, 4, WIDTH)).square().mean()
@@ -112,10 +212,6 @@ def assert_alike(ours, theirs):
         assert states == drawn
 
 
-def calls_eager_misses(module):
-    return sum(count for reason, count in stats(module).misses.items() if not reason.startswith(": no entry"))
-
-
 CASES = [(draw, Model, {}) for draw in DRAWS]
 CASES += [("torch", kind, how) for kind in (Model, Root) for how in ({"on_miss": "compile"}, "no sample")]
 CASES += [
@@ -127,7 +223,8 @@ CASES += [("random", Model, "no sample")]
 
 
 @pytest.mark.composes(
-    "forward chooses a branch by a draw: layer drop, stochastic depth, by `torch.rand`, `random` or `numpy.random`",
+    "forward chooses a branch by a draw: layer drop, stochastic depth, by `torch.rand`, `random`, `numpy.random` or a "
+    "generator of its own",
     "draws and decisions stay eager's, the modules inside are dispatched by themselves, with one message",
     section="Guards",
 )
@@ -149,9 +246,76 @@ def test_layers_that_draws_skip(draw, kind, how, caplog):
     layers = [path for path in told.parts if "layers." in path]
     assert len(layers) == LAYERS
     assert sum(told.parts[path].hits for path in layers) > LAYERS
-    assert not calls_eager_misses(ours)
+    assert not stats(ours).misses
     remove_tvm_dispatch(ours)
     assert not any(dispatcher_of(each) for each in ours.modules())
+
+
+@pytest.mark.composes(
+    "forward chooses a branch by a draw: layer drop, stochastic depth, by `torch.rand`, `random`, `numpy.random` or a "
+    "generator of its own"
+)
+@pytest.mark.parametrize(
+    ("kind", "sample"),
+    [
+        (Straight, True),
+        (Nested, True),
+        (Dropped, True),
+        (Biased, True),
+        (Rare, True),
+        (Straight, False),
+        (Sized, False),
+    ],
+)
+def test_calls_that_no_run_of_the_sample_made(kind, sample):
+    """They are compiled when they come: every call of a part is a hit."""
+    ours, eager = pair(kind, DRAWS["torch"])
+    add_tvm_dispatch(ours, *([double(9, 4, WIDTH)] if sample else []))
+    assert_alike(trained(ours, 30, 0.01), trained(eager, 30, 0.01))
+    told = stats(ours)
+    assert told.hits >= 30 and not told.misses
+    if kind is Rare:
+        assert [each.path for each in told.eager] == ["", "rare"] and any("rare.layers." in path for path in told.parts)
+    if kind is Sized:
+        assert "a Size: not a tensor" in str(told.eager[-1])
+    remove_tvm_dispatch(ours)
+    assert not any(dispatcher_of(each) for each in ours.modules())
+
+
+def test_a_given_on_miss_holds_for_parts():
+    ours, eager = pair(Straight, DRAWS["torch"])
+    add_tvm_dispatch(ours, double(9, 4, WIDTH), on_miss="eager")
+    assert_alike(trained(ours, 30, 0.01), trained(eager, 30, 0.01))
+    assert "requires_grad of args[0]" in str(stats(ours).misses)
+
+
+def test_an_error_of_eagers_for_other_draws():
+    """The search for calls raises none of eager's errors at a call that eager would not raise it for."""
+
+    class Fails(Straight):
+        def forward(self, x):
+            if torch.rand([]) < DROP:
+                raise ValueError("drawn")
+            return self.head(x)
+
+    ours, eager = pair(Fails, None)
+    add_tvm_dispatch(ours)
+    failed = []
+    for module in (ours, eager):
+        torch.manual_seed(0)
+        for step in range(12):
+            try:
+                module(double(step, 4, WIDTH))
+            except ValueError as error:
+                failed.append((module is ours, step, str(error)))
+    assert [each[1:] for each in failed if each[0]] == [each[1:] for each in failed if not each[0]] != []
+
+
+@pytest.mark.parametrize("draw", ["torch", "random", "own numpy", "own torch"])
+def test_a_dry_run_says_it(draw):
+    told = str(examine(pair(Model, DRAWS[draw])[0], double(9, 4, WIDTH)))
+    assert "at every call" not in told
+    assert "draw" in told and "dispatches the modules inside by themselves" in told
 
 
 def test_a_draw_that_never_decides_otherwise_is_compiled_whole():
