@@ -253,7 +253,9 @@ class _Walk:
             if node.op == "placeholder":
                 made.append(_literal(self._literals[node.name]))
             else:
-                args, kwargs = _plain(node.args, place_of), _plain(node.kwargs, place_of)
+                layout = {"memory_format"} if node.target in _FILLED else ()
+                kwargs = _plain({name: each for name, each in node.kwargs.items() if name not in layout}, place_of)
+                args = _plain(node.args, place_of)
                 made.append(OperatorCall(_name(node), args, kwargs))
             place_of[node] = ValueIndex(len(self.inputs) + len(made) - 1)
         if not made or place_of[last] != ValueIndex(len(self.inputs) + len(made) - 1):
@@ -263,7 +265,7 @@ class _Walk:
 
 def _name(node: fx.Node) -> str | None:
     """The name of a node's operator if a call may run it before its forward, else ``None``."""
-    target = node.target
+    target = _FILLED.get(node.target, node.target)
     if target == STOP_GRADIENT:
         return str(target)
     if isinstance(target, OpOverload):
@@ -274,6 +276,14 @@ def _name(node: fx.Node) -> str | None:
         is_empty = "empty" in target.name()
         return None if reads or is_empty or target.namespace != "aten" else str(target)
     return next((name for name, each in SIZE_OPERATORS.items() if each is target), None)
+
+
+_FILLED: Mapping[Any, OpOverload] = {
+    aten.empty.memory_format: aten.zeros.default,
+    aten.empty_like.default: aten.zeros_like.default,
+    aten.new_empty.default: aten.new_zeros.default,
+}
+"""Operators that leave memory as it is → those that fill it as a program does (:func:`bridge.aten.shape.empty`)."""
 
 
 def _is_mask(index: Any) -> bool:

@@ -173,6 +173,19 @@ def _pooled_by_name(module, x, names):
     return torch.zeros(len(counts), WIDTH, dtype=x.dtype).index_add(0, places, module.linear(x)) / counts[:, None]
 
 
+def _in_a_row(module, x, graph):
+    """Rows of graphs, padded to the longest one's number and taken out again: PyTorch Geometric's dense batches."""
+    counts = torch.zeros(2, dtype=torch.long).index_add(0, graph, torch.ones_like(graph))
+    starts = counts.new_empty(3)
+    starts[:1].zero_()
+    torch.cumsum(counts, 0, out=starts[1:])
+    longest = int(counts.max())
+    places = torch.arange(len(x)) - starts[graph] + graph * longest
+    rows, is_row = x.new_zeros(2 * longest, WIDTH), torch.zeros(2 * longest, dtype=torch.bool)
+    rows[places], is_row[places] = x, True
+    return module.linear(rows)[is_row] + x
+
+
 def _padded(module, x, n):
     y = F.pad(module.linear(x), (0, n)).flip(1).cumsum(1)
     return torch.cat([y, x.new_zeros(x.shape[0], n)], 1)[:, : 2 * n] * torch.arange(2 * n)
@@ -226,6 +239,7 @@ VARYING = {
         lambda m, x, mask: m.linear(x).masked_select(mask[:, None]).square().mean(),
         lambda i: (_random(i, 12, WIDTH), _mask(i)),
     ),
+    "padded rows": (_in_a_row, lambda i: (_random(i, 9, WIDTH), (torch.arange(9) >= 1 + _number(i) % 7).long())),
     "names": (_pooled_by_name, lambda i: (_random(i, 9, WIDTH), torch.arange(9) % max(3, _number(i)) * 5 - 1)),
 }
 
