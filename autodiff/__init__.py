@@ -15,7 +15,12 @@ from autodiff.layout_propagation import sink_channel_permutes, sink_head_permute
 from autodiff.normalization import spell_out
 from autodiff.pads import join_pads
 from autodiff.products import fuse_bias_epilogues, join_products
-from autodiff.redundancy import common_subexpression_elimination, dead_code_elimination, unique_names
+from autodiff.redundancy import (
+    collectives_in_order,
+    common_subexpression_elimination,
+    dead_code_elimination,
+    unique_names,
+)
 from autodiff.zapp import deduplicate_views, one_zapp, zapp_like, zero_zapp
 
 __all__ = [
@@ -24,6 +29,7 @@ __all__ = [
     "RewriteCounts",
     "UndifferentiableOp",
     "clean",
+    "collectives_in_order",
     "fuse_bias_epilogues",
     "sink_channel_permutes",
 ]

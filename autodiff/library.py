@@ -100,6 +100,11 @@ all other arguments are tensors. A gradient has the type of the tensor it belong
 ``custom_gradient``                              count:int, ``count`` inputs, their gradients, tangents -> a tuple like
                                                  the tangents: its gradients are the gradients of the function's
                                                  outputs, and determine the inputs'; its values are never read
+``collective``                                   x, does:str, undoes:str, axis:int, group:str -> x exchanged with the
+                                                 other processes of a group: ``copy`` nothing, ``share`` divided by
+                                                 their number, ``reduce`` the sum, ``gather`` all parts along the axis,
+                                                 ``scatter`` the own part of the sum, ``slice`` the own part; its
+                                                 gradient ``undoes``
 ``given``                                        gradient, tangents.., gradients.. -> the gradient, with the tangents
                                                  replaced by the gradients; between two steps of ``differentiate``
 ``operator``                                     name:str, arguments:str, tensors.. -> the result (a tuple of them) of

@@ -7,9 +7,26 @@ from collections.abc import Hashable
 from tvm_ffi import StructuralKey
 
 from autodiff.body import Binding, Body, NameSupply, on_functions
-from autodiff.ir import VARS, Call, Expr, Tuple, TupleGetItem, Var, dtype, is_float, itemsize, op_name, used_vars
+from autodiff.ir import (
+    VARS,
+    Call,
+    Expr,
+    Function,
+    Tuple,
+    TupleGetItem,
+    Var,
+    bindings,
+    dtype,
+    is_float,
+    itemsize,
+    library_name,
+    op_name,
+    used_vars,
+)
+from autodiff.library import call as library_call
 
-__all__ = ["common_subexpression_elimination", "dead_code_elimination", "live_bindings", "unique_names"]
+__all__ = ["collectives_in_order", "common_subexpression_elimination", "dead_code_elimination", "live_bindings"]
+__all__ += ["unique_names"]
 
 
 @on_functions
@@ -33,6 +50,28 @@ def unique_names(body: Body) -> None:
 def dead_code_elimination(body: Body, since: int = 0) -> None:
     """Drops bindings that no result needs. Safe: in flat form every binding is pure."""
     body.prune()
+
+
+def collectives_in_order(func: Function) -> Function:
+    """Makes each collective read the one before it as well, so that no schedule exchanges them.
+
+    The processes of a group must call its collectives in one order, and a schedule may depend on a process's timings.
+    """
+    if not any(library_name(value) == COLLECTIVE for _, value in bindings(func)):
+        return func
+    body, before = Body.of(func), []
+    for binding in body.bindings:
+        if library_name(binding.value) == COLLECTIVE:
+            _, *options = binding.value.args
+            if before and len(options) == _ALONE:
+                body.assign(binding, library_call("collective", [*options, *before], binding.var.ty))
+            before = [binding.var]
+    return body.function() if body.edits else func
+
+
+_ALONE = 5
+"""The arguments of a collective that reads no other one."""
+COLLECTIVE = "library.collective"
 
 
 def live_bindings(body: list[tuple[Var, Expr]], outputs: list[Expr]) -> list[tuple[Var, Expr]]:

@@ -376,6 +376,13 @@ def binary_cross_entropy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     return [emit(g * emit(x - target)) / bounded, g * difference]
 
 
+@library_gradient("library.collective")
+def collective(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx = the collective that undoes it, on the gradient"""
+    x, does, undoes, *group = call.args
+    return [library_call("collective", [g, undoes, does, *group], x.ty), None, None, None, None]
+
+
 @library_gradient("library.operator")
 def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx_i = the library's vector-Jacobian product, one call per tensor, so that unused ones can be dropped"""

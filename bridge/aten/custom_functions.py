@@ -16,7 +16,7 @@ from bridge.aten.activations import with_derivative
 from bridge.aten.complex_arithmetic import COMPLEX
 from bridge.aten.complex_value import Complex, separated
 from bridge.aten.registry import converts
-from bridge.capture import CUSTOM_GRADIENT, OVERWRITTEN, TANGENT, WITH_GRADIENT
+from bridge.capture import COLLECTIVE, CUSTOM_GRADIENT, OVERWRITTEN, TANGENT, WITH_GRADIENT
 
 __all__: list[str] = []
 
@@ -34,6 +34,11 @@ def custom_gradient(importer, node, inputs, gradients, tangents):
     stopped = [importer.emit(op.grad.no_grad(gradient)) for gradient in gradients]
     made = importer.library("custom_gradient", [len(inputs), *inputs, *stopped, *tangents], node.meta["val"])
     return tuple(importer.item(made, index) for index in range(len(tangents)))
+
+
+@converts(COLLECTIVE)
+def collective(importer, node, x, *options):
+    return importer.library("collective", [x, *options], node.meta["val"])
 
 
 @converts(WITH_GRADIENT)

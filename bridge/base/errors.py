@@ -18,8 +18,8 @@ import torch
 
 __all__ = ["ARGUMENTS", "BY_DRAWS", "BY_NUMBERS", "CALL_BEFORE", "INTERPRETER", "MODULE", "RUN", "STRUCTURE"]
 __all__ += ["CacheNotFilled", "CompilationError", "DispatchMiss", "GuardFailure", "Unsupported", "UnsupportedModule"]
-__all__ += ["from_user_code", "is_out_of_memory", "is_pythons_file", "is_refused_by_eager", "is_user_file", "line_of"]
-__all__ += ["line_of_forward"]
+__all__ += ["failed_together", "from_user_code", "is_final", "is_out_of_memory", "is_pythons_file"]
+__all__ += ["is_refused_by_eager", "is_user_file", "line_of", "line_of_forward"]
 __all__ += ["TORCH_DIR", "refused_by_eager", "swallowed", "user_line"]
 
 TORCH_DIR = os.path.join(os.path.dirname(torch.__file__), "")
@@ -119,6 +119,17 @@ def refused_by_eager(error: Exception) -> Exception:
 
 def is_refused_by_eager(error: Exception) -> bool:
     return getattr(error, "_refused_by_eager", False)
+
+
+def failed_together(error: Exception) -> Exception:
+    """Marks the error of a collective, which the other processes of its group have called as well; returns it."""
+    error._failed_together = True
+    return error
+
+
+def is_final(error: Exception) -> bool:
+    """Whether eager must not run after an error in compiled code: memory ran out, or other processes have gone on."""
+    return is_out_of_memory(error) or getattr(error, "_failed_together", False)
 
 
 def is_out_of_memory(error: Exception) -> bool:

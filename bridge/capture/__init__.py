@@ -3,6 +3,7 @@
 from bridge.capture.captured import Captured, CapturedArguments, CapturedNames
 from bridge.capture.counted_dims import sized
 from bridge.capture.custom_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
+from bridge.capture.distributed import COLLECTIVE, exchange
 from bridge.capture.draws import IsolatedRNG, attends_by_products, with_generator
 from bridge.capture.functional import RAN
 from bridge.capture.higher_order import AsPython, ClosedFunction, has_form
@@ -39,6 +40,7 @@ from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 __all__ = [
     "ALL_COUNTS",
     "CAPTURES",
+    "COLLECTIVE",
     "COMPUTED_DRAWS",
     "CUSTOM_GRADIENT",
     "LEAST",
@@ -83,5 +85,6 @@ __all__ += [
     "is_number",
 ]
 __all__ += ["is_traced_here", "looped_run", "loops_tell", "normalize_sample", "number_tensor"]
-__all__ += ["one_capture_at_a_time", "packed_layers", "record_call", "same_numbers", "share_elements", "shown"]
+__all__ += ["exchange", "one_capture_at_a_time"]
+__all__ += ["packed_layers", "record_call", "same_numbers", "share_elements", "shown"]
 __all__ += ["sized", "uninitialized", "where_is", "with_dynamic_scalars", "with_generator"]

@@ -14,6 +14,7 @@ from autodiff.extents import Dim, ExtentScope, SizeGuard
 from bridge.base.devices import HOST
 from bridge.base.errors import BY_DRAWS, Unsupported
 from bridge.base.torch_internals import pytree
+from bridge.capture.distributed import COLLECTIVE
 from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import AnyLength
 from bridge.capture.numbers import Counter
@@ -156,6 +157,11 @@ class Captured:
         hint = "dispatch the modules inside (whole=False), or this module for one decision (whole=True)"
         where = dict.fromkeys(self.numbers.guards[place].where for place in self.numbers.by_draws)
         return [Unsupported("a number that forward reads", each, reason, hint) for each in where]
+
+    @property
+    def group(self) -> str | None:
+        """The process group with which a call exchanges tensors, if it does."""
+        return next((node.args[-1] for node in self.graph.nodes if node.target is COLLECTIVE), None)
 
     @property
     def draws(self) -> list[Draw]:

@@ -36,8 +36,7 @@ from bridge.base.modes import replaced
 from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function, node_class
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
 from bridge.capture.autograd_uses import SavedTensorsNeededError
-from bridge.capture.rows import Record, values_in, written
-from bridge.capture.values import Values
+from bridge.capture.rows import values_in, written
 from bridge.guards import read_later
 
 __all__ = ["AGAIN", "CUSTOM_GRADIENT", "FUNCTION", "ONCE", "OWN", "TANGENT", "UNKNOWN", "WITH_GRADIENT", "Applied"]
@@ -148,7 +147,7 @@ class CustomFunctions:
 
     Args:
         module_name: the module's name for refusals.
-        record, values: of the run, whose rows show the reads and writes of forward and backward.
+        recorder: of the run, whose rows show the reads and writes of forward and backward.
         writing: classes of Functions that write their arguments, as in :class:`WritesArgumentsError`.
 
     Attributes:
@@ -159,12 +158,11 @@ class CustomFunctions:
     def __init__(
         self,
         module_name: str,
-        record: Record,
-        values: Values,
+        recorder: Any,
         writing: Mapping[type, tuple[frozenset[int], frozenset[int]]] = MappingProxyType({}),
     ) -> None:
         self._module_name, self.writing = module_name, writing
-        self._record, self._values = record, values
+        self._record, self._values, self._distributed = recorder.record, recorder.values, recorder.values.distributed
         self.uses: list[Use] = []
         self.problems: list[Unsupported] = []
         self.applied = Applied()
@@ -173,7 +171,7 @@ class CustomFunctions:
     @contextmanager
     def traced(self) -> Iterator[None]:
         """While active, this thread's Functions record the operators of their backward as well."""
-        with _handled_by(self._trace):
+        with _handled_by(self._trace, self._distributed):
             yield
             for name, where, memory, end in self._read:
                 if not memory.isdisjoint(self._written(end)):
@@ -357,7 +355,7 @@ def _off() -> Iterator[None]:
 
 
 @contextmanager
-def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterator[None]:
+def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any], distributed: Any) -> Iterator[None]:
     """While active, the handler runs this thread's applications in grad mode; other applications run as before.
 
     An application inside of the handler runs as before: a Function's forward and backward run without grad mode. The
@@ -369,13 +367,20 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterat
         current, inside = getattr(_thread, "handler", None), backward_running()
         if inside is not None:
             inside.sets_modes = True
+        into = getattr(_thread, "distributed", None)
+        if into is not None and (made := into.applied(kind, args)) is not NotImplemented:
+            return made
         if current is None or not torch.is_grad_enabled() or kind.__name__.startswith(GENERATED):
             return apply_function(kind, args, kwargs)
         with _passed_to(None):
             return current(kind, args, kwargs)
 
     with _passed_to(handler), applications_through(apply):
-        yield
+        before, _thread.distributed = getattr(_thread, "distributed", None), distributed
+        try:
+            yield
+        finally:
+            _thread.distributed = before
 
 
 @contextmanager

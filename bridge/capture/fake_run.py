@@ -20,12 +20,14 @@ from bridge.base.errors import Unsupported, line_of
 from bridge.base.log import channel
 from bridge.base.modes import modes_put_back
 from bridge.base.pytrees import objects_of, packed
+from bridge.base.torch_distributed import of_local
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_higher_order import nested_operands
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python_kernels, pytree
 from bridge.base.torch_shapes import SYMBOLIC, fake_results_not_kept, hint, size_environment
 from bridge.capture.counted_dims import CountedDims, integers_as_symbols
 from bridge.capture.custom_functions import CustomFunctions
+from bridge.capture.distributed import distributed_of
 from bridge.capture.functions import Functions
 from bridge.capture.outputs import values_of, with_wholes
 from bridge.capture.prepared_twin import PreparedTwin, own_leaves, with_attributes
@@ -113,7 +115,9 @@ def fake_run_of(
         ]
         fake_args, fake_kwargs = pytree.tree_unflatten(given, spec)
         arguments = [each for each in given if isinstance(each, torch.Tensor)]
-        prepared = PreparedTwin(real.twin, fake)
+        shards = [*distributed_of(real.given.tensors, real.given.real_tensors, owned)]
+        placed = {id(tensor): of_local(local, tensor) for _, tensor, local in shards}
+        prepared = PreparedTwin(real.twin, lambda tensor: placed[id(tensor)] if id(tensor) in placed else fake(tensor))
         twin = prepared.module
         places = None if real.kept is None else real.kept.of(prepared.twin)
         if places is not None:
@@ -125,7 +129,8 @@ def fake_run_of(
         replays = symbols is None and not real.observation.differentiates
         answers = {"answers": real.record, "symbols": symbols, "mode": mode if replays else None}
         recorder = OperatorRecorder(inputs, paths_of(twin), draws, **answers)
-        functions = CustomFunctions(type(real.twin).__name__, recorder.record, recorder.values, real.functions.writing)
+        recorder.values.distributed.own((name, placed[id(tensor)], local) for name, tensor, local in shards)
+        functions = CustomFunctions(type(real.twin).__name__, recorder, real.functions.writing)
         functions_called = Functions(recorder)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)
         modes = modes_put_back(), quiet(), saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder

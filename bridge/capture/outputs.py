@@ -14,6 +14,7 @@ from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.pytrees import WithWholes, is_plain
 from bridge.base.tensor_properties import is_parts_view, offset_in
 from bridge.base.torch_autograd import GENERATED, FunctionNode
+from bridge.base.torch_distributed import is_distributed
 from bridge.base.torch_internals import is_dense, storage_id
 from bridge.capture.custom_functions import Applied
 from bridge.capture.inplace_rules import InPlaceRules, overlaps, overlaps_itself
@@ -33,6 +34,9 @@ def unknown_results(leaves: Sequence[Any]) -> list[Unsupported]:
     where, reason = "the module's result", "not a type that a compiled call can make anew"
     others = [leaf for leaf in leaves if not (is_plain(leaf) or isinstance(leaf, torch.Tensor))]
     found = [Unsupported(f"a result of type {each.__name__}", where, reason, _hint(each)) for each in map(type, others)]
+    if any(map(is_distributed, leaves)):
+        reason, hint = "a compiled call makes local tensors", "return x.to_local(), or dispatch the module around it"
+        found.append(Unsupported("a result that is a DTensor", where, reason, hint))
     layouts = [leaf.layout for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided]
     reason, hint = "a compiled call makes dense tensors", "return it dense: .to_dense()"
     return found + [Unsupported(f"a result of layout {layout}", where, reason, hint) for layout in layouts]

@@ -16,11 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, UnsupportedModule, line_of
 from bridge.base.modes import modes_put_back
 from bridge.base.pytrees import objects_of, packed, packed_arguments, tensor_leaves, unpacked
+from bridge.base.torch_distributed import is_distributed, local_tensor
 from bridge.base.torch_higher_order import nested_operands
 from bridge.base.torch_internals import python_kernels, pytree, storage_id
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.capture.autograd_uses import SavedMemory, SavedTensorsNeededError
 from bridge.capture.custom_functions import CustomFunctions
+from bridge.capture.distributed import distributed_of
 from bridge.capture.draws import DrawRecorder
 from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import CachedFunctions, generator_watch
@@ -75,7 +77,10 @@ class Given:
         self.arguments = tensor_leaves(self.leaves)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The twin's tensor for a module's: a buffer's copy, a leaf in the memory of a computed tensor, or itself."""
+        """The run's tensor for a module's: a buffer's copy, a leaf in the memory of a computed tensor, the local tensor
+        of a distributed one, or itself."""
+        if is_distributed(tensor) and id(tensor) not in self._copies:
+            self._copies[id(tensor)] = local_tensor(tensor).detach().requires_grad_(tensor.requires_grad)
         if id(tensor) not in self._copies and not tensor.is_leaf:
             leaf = self._copies[id(tensor)] = tensor.detach().requires_grad_()
             self.computed[id(leaf)] = tensor
@@ -242,7 +247,7 @@ def real_run_of(
         SavedTensorsNeededError: autograd needed saved tensors, and ``saves`` is false.
     """
     given = Given(module, args, kwargs)
-    prepared = PreparedTwin(module, given.own, watched=True)
+    prepared = PreparedTwin(module, lambda each: each if is_distributed(each) else given.own(each), watched=True)
     given.complete(prepared.module)
     watch = _Watch(given, prepared, saves, writing)
     result, left = watch.run(module, origin), None
@@ -294,7 +299,8 @@ class _Watch:
         self.protected, self.cached = given.protected(), CachedFunctions()
         self.recorder = OperatorRecorder(inputs, paths_of(twin), self.observation.draws, self.protected)
         name, recorder = type(twin).__name__, self.recorder
-        self.functions = CustomFunctions(name, recorder.record, recorder.values, writing)
+        recorder.values.distributed.own(distributed_of(given.tensors, given.real_tensors, given.owned))
+        self.functions = CustomFunctions(name, recorder, writing)
         self.calls = Functions(recorder, rules)
         self.draws = DrawRecorder(self.observation.draws, rules.complain, inputs, True)
         self.draws.underived = rules.underived
@@ -425,6 +431,7 @@ class _Watch:
             raise UnsupportedModule("", [*observation.unsupported, *unknown])
         wholes = whole_tensors(leaves, self.recorder, given.inputs, rules)
         leaves, observation.out_spec = pytree.tree_flatten(with_wholes(result, wholes.values()))
+        given.tensors = self.recorder.values.distributed.with_gradients(given.tensors)
         run.results, run.wholes = values_of(leaves, self.recorder, wholes), tuple(wholes)
         read = {number for row in record.rows for number in values_in((row.args, row.kwargs))}
         read |= {*values_in([*run.results, *run.final.values()]), *observation.reads.tensors.looked}

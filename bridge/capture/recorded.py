@@ -31,6 +31,7 @@ from bridge.capture.captured import (
     CapturedSizes,
     CapturedState,
 )
+from bridge.capture.distributed import collective_problems
 from bridge.capture.draws import match_draws
 from bridge.capture.fake_run import FakeRecord
 from bridge.capture.functional import FunctionalGraph, NotFunctional, drop_unused, functional_graph
@@ -77,7 +78,7 @@ def captured_of_any_length(
 def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: list[Unsupported]) -> Captured:
     name = type(module).__name__
     observation, record = real.observation, real.record
-    observation.unsupported += [*problems, *_free(real)]
+    observation.unsupported += [*problems, *_free(real), *collective_problems(record)]
     if observation.unsupported:
         raise UnsupportedModule(name, _explained(observation))
     rolls = real.loops is not None and fake.symbols is None

@@ -40,6 +40,7 @@ from bridge.base.torch_recording import (
     no_python_kernels,
 )
 from bridge.capture.custom_functions import backward_running
+from bridge.capture.distributed import DistributedTensors
 from bridge.capture.opened import CAST, Opening, opening
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.replay import Replayed
@@ -148,6 +149,7 @@ class OperatorRecorder(PreDispatchMode):
         self._depths: tuple[int, int] | None = None
         met = (lambda tensor: None) if protected is None else protected.add
         self.values = Values(self.record, inputs, answers is None, self._replayed is not None, met)
+        self.values.distributed = DistributedTensors(self)
 
     def stand_for(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Gives a tensor that no row made the value of another tensor, whose numbers and memory it has."""
@@ -174,6 +176,8 @@ class OperatorRecorder(PreDispatchMode):
         if self.paused or facts.is_question:
             return func(*args, **kwargs)
         tensors = list(_tensors_in((args, kwargs)))
+        if (it := self.values.distributed).concerns(tensors):
+            return it.called(func, args, kwargs)
         if is_mapped:
             if not is_only_mapped():
                 raise UnsupportedModule("", [_transform(self._place_of_call()[0])])
@@ -346,6 +350,10 @@ class OperatorRecorder(PreDispatchMode):
         self.values.note(result, number)
         record.rows.append(Row(func, *operands, ValueRef(number), *rest))
         return result
+
+    def line(self) -> str:
+        """The user's line that runs, for a refusal."""
+        return _line(self._place_of_call()[0])
 
     # Readings
 

@@ -14,10 +14,11 @@ from bridge.base.devices import HOST, devices_of, may_be_on_host
 from bridge.base.errors import BY_NUMBERS, TORCH_DIR, Unsupported, UnsupportedModule, line_of, user_line
 from bridge.base.pytrees import leaf_names
 from bridge.base.quirks import quirk
+from bridge.base.torch_distributed import is_distributed
 from bridge.base.torch_internals import pytree
 from bridge.capture.packed import PackedUseError
 from bridge.capture.scalar_guards import ReadsDifferError
-from bridge.state import SampleCall, hooks_of, tensor_problem
+from bridge.state import SampleCall, hooks_of, tensor_problem, written_class
 
 __all__ = ["CACHES", "NO_CACHE", "check_call", "device_of_call", "explain_error", "shape_by_numbers"]
 __all__ += ["uninitialized"]
@@ -114,11 +115,11 @@ def _refuse_parallel(module: nn.Module, name: str) -> None:
     if "ActivationWrapper" in [kind.__name__ for kind in type(module).__mro__]:
         hint = "dispatch what it wraps: add_tvm_dispatch(model._checkpoint_wrapped_module, ...)"
         problems.append(Unsupported(name, name, "names its parameters as if it were not there", hint))
-    shards = [path for path, each in module.named_parameters() if type(each.data).__name__ == "DTensor"]
-    if shards:
+    shards = [path for path, each in module.named_parameters() if is_distributed(each)]
+    if shards and any(written_class(type(child)) is not type(child) for child in module.modules()):
         op = f"shard '{shards[0]}'" + (f" and {len(shards) - 1} more" if len(shards) > 1 else "")
         reason = "a parameter that is a shard already (DTensor)"
-        hint = "call add_tvm_dispatch before fully_shard; leave tensor parallelism (parallelize_module) to PyTorch"
+        hint = "call add_tvm_dispatch before fully_shard, and after parallelize_module"
         problems.append(Unsupported(op, shards[0], reason, hint))
     if problems:
         raise UnsupportedModule(name, problems)
@@ -150,13 +151,17 @@ def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
         what = f"argument {path}, a {type(leaf).__name__}"
         if isinstance(leaf, torch.Tensor):
             if problem := tensor_problem(leaf):
-                found.append(Unsupported(what, f"{name}.forward", problem, "pass a plain tensor"))
+                hint = _AROUND if is_distributed(leaf) else "pass a plain tensor"
+                found.append(Unsupported(what, f"{name}.forward", problem, hint))
         elif not isinstance(leaf, _PLAIN_ARGUMENTS):
             hint = NO_CACHE if type(leaf).__module__ == CACHES else _PASS_TUPLE if _is_size(leaf) else _PASS_CONTENTS
             reason = "not a tensor, number, string, flag or None, nor a tuple, list or dict of them"
             found.append(Unsupported(what, f"{name}.forward", reason, hint))
     if found:
         raise UnsupportedModule(name, found)
+
+
+_AROUND = "dispatch the module around it: its own plan makes DTensors outside of its forward"
 
 
 def _is_size(value: Any) -> bool:

@@ -31,7 +31,12 @@ class Values:
         real: whether it is the real run; else tensors stay alive, and the record keeps the fake tensors.
         replays: whether the record leaves out rows' fake tensors, because their metadata describes them.
         met: called with each tensor from elsewhere.
+
+    Attributes:
+        distributed: the run's distributed tensors.
     """
+
+    distributed: Any
 
     def __init__(
         self,

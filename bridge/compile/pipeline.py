@@ -30,6 +30,7 @@ from weakref import WeakValueDictionary
 
 from tvm_ffi import structural_equal, structural_hash
 
+from autodiff import collectives_in_order
 from autodiff.extents import Extent, ExtentScope
 from autodiff.ir import Function, bindings
 from autodiff.scan import Scan, carried_in_parts, turned_inside
@@ -157,7 +158,7 @@ class Compilation:
             self._share()
             return
         watch = Stopwatch()
-        self._graphs = _Graphs(func, self._options, policy, drawn)
+        self._graphs = _Graphs(collectives_in_order(func), self._options, policy, drawn)
         self._seconds = watch.seconds
 
     def finish(self) -> Program:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.errors import RUN, GuardFailure, Unsupported, UnsupportedModule, is_out_of_memory
+from bridge.base.errors import RUN, GuardFailure, Unsupported, UnsupportedModule, is_final
 from bridge.base.pytrees import picker
 from bridge.base.tensor_properties import as_complex, as_parts
 from bridge.base.torch_internals import copy_each, no_torch_function
@@ -155,7 +155,7 @@ def _forward(step: steps.Forward, execute: Execute, device_type: str) -> Action:
             else:
                 call.values = execute(call.primals)
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_final(error):
                 raise
             failure = GuardFailure(RUN, "error in the compiled forward", f"{type(error).__name__}: {error}")
             raise failure from error

@@ -43,6 +43,7 @@ from bridge.base.torch_internals import (
 )
 from bridge.capture import ALL_COUNTS, CAPTURES, DynamicDim, LoopedCall, is_traced_here, same_numbers, uninitialized
 from bridge.compile import Backend, Mode, RecordedGraphs
+from bridge.dispatch.agreement import match_together, no_eager_run
 from bridge.dispatch.automatic_dynamic import AutomaticDynamicShapes
 from bridge.dispatch.compile_entry import (
     backend_of_call,
@@ -207,6 +208,8 @@ class Dispatcher:
     def dispatch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], eager: Any = None) -> Any:
         """Runs the matching entry, or proceeds as ``on_miss`` says; ``eager``: for eager calls, by default forward."""
         failed = None
+        if self.entries.group is not None:
+            return self._together(SampleCall(module, args, kwargs), eager or module.forward)
         try:
             for entry in self.entries.all:
                 inputs = entry.guard.check(module, args, kwargs)
@@ -215,6 +218,16 @@ class Dispatcher:
         except GuardFailure as failure:
             failed = failure
         return self._look_closer(SampleCall(module, args, kwargs), eager or module.forward, failed)
+
+    def _together(self, call: SampleCall, eager: Any) -> Any:
+        """Runs the matching entry if the other processes run the same one, else eager."""
+        found, is_agreed = match_together(self.entries, call, self._match)
+        if is_agreed and isinstance(found, GuardFailure):
+            found = self._learned(call, found) or found
+        if isinstance(found, GuardFailure):
+            return self._miss(call, found, eager)
+        with no_eager_run():
+            return found[0](found[1], call.module)
 
     def _look_closer(self, call: SampleCall, eager: Any, failed: GuardFailure | None) -> Any:
         """The slow path: a call that fails the fast check of every entry.

@@ -44,10 +44,12 @@ class Entries:
         refused: reason of a miss → why calls with it are never compiled.
         divided: reasons of misses whose calls run in parts, which count their own calls.
         eager_backwards: backwards of hits that eager's operators computed, by reason.
+        group: the process group with which an entry exchanges tensors.
     """
 
     def __init__(self) -> None:
         self.all: list[Entry] = []
+        self.group: str | None = None
         self.misses: Counter[str] = Counter()
         self.eager_backwards: Counter[str] = Counter()
         self.refused: dict[str, str] = {}
@@ -70,6 +72,7 @@ class Entries:
         """Appends entries; known ones keep their places."""
         for entry in entries:
             entry.programs.eager_backwards = self.eager_backwards
+            self.group = self.group or entry.lowered.captured.group
         self.all = [*self.all, *(entry for entry in entries if entry not in self.all)]
 
     def replace(self, gone: Iterable[Entry], entry: Entry) -> None:

@@ -89,8 +89,9 @@ def _unnoticed(entry: Entry, module: nn.Module) -> Iterator[None]:
 def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | None:
     """Times the call dispatched and eager; ``None`` if its work is not small, it raises, or it has side effects.
 
-    Generators and the module's Python state are restored, no ``grad`` changes. Not timed: calls that write buffers or
-    set attributes, tensors with hooks, and calls inside a checkpoint, which counts saved tensors.
+    Generators and the module's Python state are restored, no ``grad`` changes. Not timed: calls that write buffers
+    or set attributes, calls with collectives (other processes would have to time them too), tensors with hooks, and
+    calls inside a checkpoint, which counts saved tensors.
     """
     captured, module = entry.lowered.captured, call.module
     if captured.sizes.scope is not None:  # the sample's size is one of many
@@ -100,6 +101,7 @@ def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | Non
     if (
         not _is_small(entry)
         or captured.mutated
+        or captured.group
         or captured.state.kept
         or has_global_hooks()
         or has_saved_tensors_hooks()

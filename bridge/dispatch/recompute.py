@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bridge.base.devices import HOST
-from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
+from bridge.base.errors import RUN, GuardFailure, is_final
 from bridge.base.torch_internals import VF
 from bridge.capture import (
     LITERAL,
@@ -76,7 +76,7 @@ def _computed(each: PreCallExpression, compute: Compute, inputs: Sequence[torch.
     try:
         return tuple(compute([inputs[index] for index in each.inputs]).reshape(-1).tolist())
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_final(error):
             raise
         failure = GuardFailure(RUN, f"error in the {each.field}", f"{type(error).__name__}: {error}")
         raise failure from error

@@ -15,6 +15,7 @@ import torch
 from bridge.base.session import SESSION
 from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_internals import VF, aten, linear_pointwise, storage_id
+from bridge.capture import exchange
 from bridge.library.convolution import move, pad_into
 from bridge.library.registry import library_function, out_kernel
 
@@ -101,6 +102,9 @@ def operator_vjp(name, arguments, wanted, outputs, *given):
             [value for value, _ in pairs], [target], [grad for _, grad in pairs], allow_unused=True
         )
     return VF.zeros_like(target) if partial is None else partial
+
+
+library_function("collective")(exchange)
 
 
 @library_function("tangent")

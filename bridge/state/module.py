@@ -16,6 +16,7 @@ from torch import nn
 from bridge.base.devices import TYPES
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.pytrees import packed_arguments, unpacked
+from bridge.base.torch_distributed import Sharding, is_distributed, local_tensor, sharding_of
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS, pytree
 from bridge.state.values import CONTAINERS, same_inside, snapshot
 
@@ -143,6 +144,7 @@ class ModuleTensor:
         kind: ``"parameter"``, ``"buffer"``, ``"attribute"`` (a plain attribute) or ``"free"`` (in a list or a global).
         names: its dotted names, several if tied, in the module's order; for a free tensor, the expression for it.
         held: for a free tensor, a function that returns it.
+        sharding: for a DTensor, how it is distributed; the other fields are its local tensor's.
     """
 
     kind: str
@@ -152,6 +154,7 @@ class ModuleTensor:
     dtype: torch.dtype
     requires_grad: bool
     held: Callable[[], torch.Tensor | None] | None = field(default=None, compare=False, repr=False)
+    sharding: Sharding | None = None
 
     @property
     def name(self) -> str:
@@ -181,13 +184,15 @@ def module_tensors(module: nn.Module, attributes: Sequence[str] = ()) -> tuple[l
     tensors = []
     paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
     for kind, tensor, names in named.values():
-        problem = tensor_problem(tensor)
+        sharding = sharding_of(tensor) if kind == "parameter" and is_distributed(tensor) else None
+        local = tensor if sharding is None else local_tensor(tensor)
+        problem = tensor_problem(local)
         if kind != "attribute" and any(name.rpartition(".")[0] not in paths for name in names):
             problem = "a module names it in its own way (TensorDictParams), and no module of the tree holds it by that"
         if problem:
             raise UnsupportedModule(type(module).__name__, [Unsupported(names[0], names[0], problem)])
-        layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        tensors.append(ModuleTensor(kind, tuple(names), *layout, tensor.requires_grad))
+        layout = (tuple(local.shape), local.stride(), local.dtype)
+        tensors.append(ModuleTensor(kind, tuple(names), *layout, tensor.requires_grad, sharding=sharding))
     return tensors, [tensor for _, tensor, _ in named.values()]
 
 

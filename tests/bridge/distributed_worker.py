@@ -23,17 +23,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.dynamo.backend import graphs
 
-WORLD = 2
+WORLD = int(os.environ.get("WORLD", "2"))
 STEPS = 6
 ROWS, WIDTH = 5, 8
 
@@ -297,12 +295,11 @@ def flat_shards() -> Report:
 
 def refusals() -> Report:
     """Refusals: a dispatch that is added too late, or to a wrapper."""
-    sharded, parallel = make_net(), make_net()
+    sharded = make_net()
     for part in (*sharded.blocks, sharded):
         fully_shard(part)
-    parallelize_module(parallel, init_device_mesh("cpu", (WORLD,)), {"blocks.0.layers.0": ColwiseParallel()})
     flat = FullyShardedDataParallel(make_net(), device_id=torch.device("cpu"))
-    modules = {"sharded": sharded, "parallel": parallel, "flat": flat, "wrapped": DistributedDataParallel(make_net())}
+    modules = {"sharded": sharded, "flat": flat, "wrapped": DistributedDataParallel(make_net())}
     found = {}
     for name, module in modules.items():
         try:
@@ -343,7 +340,8 @@ SCENARIOS: dict[str, Callable[[], Report]] = {
 
 
 def main(directory: str, *chosen: str) -> None:
-    from tests.bridge.distributed_whole import WHOLE, dispatch_whole  # it imports this module
+    from tests.bridge.distributed_layers import LAYERS  # these import this module
+    from tests.bridge.distributed_whole import WHOLE, dispatch_whole
 
     folder = pathlib.Path(directory)
     rank, others = 0, []
@@ -354,12 +352,14 @@ def main(directory: str, *chosen: str) -> None:
             break
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
-    held = [make_net(dtype) for dtype in (torch.float64, torch.float32)]
+    is_of_layers = bool(chosen) and set(chosen) <= set(LAYERS)
+    held = [] if is_of_layers else [make_net(dtype) for dtype in (torch.float64, torch.float32)]
     for net in held:  # alive to the end: the scenarios' blocks are equal, and are captured and compiled once
         dispatch_blocks(net)
-    held.append(dispatch_whole(make_net()))
-    scenarios = SCENARIOS | WHOLE
-    reports = {name: scenarios[name]() for name in chosen or scenarios}
+    if not is_of_layers:
+        held.append(dispatch_whole(make_net()))
+    scenarios = SCENARIOS | WHOLE | LAYERS
+    reports = {name: scenarios[name]() for name in chosen or SCENARIOS | WHOLE}
     (folder / f"{rank}.json").write_text(json.dumps(reports))
     dist.barrier()
     failed = any([os.waitpid(other, 0)[1] for other in others])

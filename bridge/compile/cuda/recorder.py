@@ -170,6 +170,8 @@ class CudaRecorder:
         for step in (each for each in captured if isinstance(each, CallLibrary)):
             if step.name in DRAWS - REDRAWS:
                 return f"library {step.name} draws random numbers"
+            if step.name == "collective":
+                return "a collective waits for other processes"
             if operator := waits_for_the_device(step.name, step.attrs):
                 return f"{operator} waits for the device"
         return None

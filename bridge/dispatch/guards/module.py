@@ -31,7 +31,7 @@ from bridge.dispatch.guards.module_conditions import (
     tree_reader,
     was_read,
 )
-from bridge.dispatch.guards.tensors import TensorGuard
+from bridge.dispatch.guards.tensors import LocalTensors, TensorGuard
 from bridge.guards import ReadGuard, Reads
 from bridge.state import ModuleTensor, dict_versions, write_counter
 
@@ -78,12 +78,16 @@ def _tensor_guard(found: Sequence[torch.Tensor], tensors: Sequence[ModuleTensor]
     parameter, either = (nn.Parameter,), (torch.Tensor, nn.Parameter)
     return TensorGuard(
         found,
-        kinds=[parameter if spec.kind == "parameter" else either for spec in tensors],
-        names=[f"{spec.kind} '{spec.name}'" for spec in tensors],
+        kinds=[parameter if spec.kind == "parameter" and spec.sharding is None else either for spec in tensors],
+        names=_names(tensors),
         stage=MODULE,
         saves=saves,
         explain_type=_explain_type,
     )
+
+
+def _names(tensors: Sequence[ModuleTensor]) -> list[str]:
+    return [f"{spec.kind} '{spec.name}'" for spec in tensors]
 
 
 class ModuleGuard:
@@ -142,7 +146,8 @@ class ModuleGuard:
         self.types = self._conditions.types.expected
         self._attribute_places = self._conditions.attribute_places
         self._references = self._conditions.references
-        self._tensors = _tensor_guard(self._conditions.find_tensors(tree), tensors, saves)
+        self._locals = LocalTensors(_names(tensors), [spec.sharding for spec in tensors])
+        self._tensors = _tensor_guard(self._found(tree), tensors, saves)
         self.sets_attributes = bool(captured.state.counters or kept)
         self.unwritten: _Unwritten | None = None
 
@@ -183,6 +188,10 @@ class ModuleGuard:
             source.add(f"held = [{', '.join(held)}]")
             found.append("*held")
         source.add(f"owned = [{', '.join(found)}]")
+        if self._locals:
+            local = source.name(self._locals, "local tensors")
+            source.add("given = owned", f"owned = {local}.of(given)")
+            source.refuse("owned is None", f"{local}.failure(given)")
         self._tensors.write(source, "owned", inference, nested="held" if self._references else "")
         unchanged, reads = source.name(self.reads.unchanged, "reads unchanged"), source.name(self.reads, "reads")
         source.refuse(f"not {unchanged}()", f"{reads}.match()")
@@ -223,14 +232,22 @@ class ModuleGuard:
         for condition in self._conditions.before_tensors:
             if condition is not but and (failure := condition.failure(tree)) is not None:
                 return failure
-        if (failure := self._tensors.failure(self._conditions.find_tensors(tree))) is not None:
+        if (failure := self._locals.failure(self._conditions.find_tensors(tree))) is not None:
+            return failure
+        if (failure := self._tensors.failure(self._found(tree))) is not None:
             return failure
         failures = (condition.failure(tree) for condition in self._conditions.after_tensors)
         return next(filter(None, failures), None)
 
     def tensors(self, root: nn.Module) -> list[torch.Tensor]:
         """The module's current tensors, in the order of the compiled code's inputs."""
-        return self._conditions.find_tensors(self._tree(root))
+        return self._found(self._tree(root))
+
+    def _found(self, tree: Tree) -> list[Any]:
+        found = self._conditions.find_tensors(tree)
+        if (failure := self._locals.failure(found)) is not None:
+            raise failure
+        return self._locals.of(found)
 
     def failure(self, root: nn.Module) -> GuardFailure | None:
         """The first condition that fails now, training flags aside."""

@@ -21,12 +21,13 @@ from torch import fx, nn
 from bridge.base.errors import MODULE, GuardFailure
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.tensor_properties import PROPERTIES, Property, TensorChecks, is_nested, tensor_checks
+from bridge.base.torch_distributed import Sharding, entering, is_distributed, sharding_of
 from bridge.base.torch_internals import VF, OpOverload
 from bridge.capture import Captured
 from bridge.dispatch.guards.condition import CheckSource, differs
 from bridge.dispatch.guards.sizes import ArgumentSizes
 
-__all__ = ["FrozenTensors", "SizedTensorGuard", "TensorGuard", "uncounted_statistics"]
+__all__ = ["FrozenTensors", "LocalTensors", "SizedTensorGuard", "TensorGuard", "uncounted_statistics"]
 
 #: Most combinations of sizes for which tensors have a fast check; other calls take the thorough one.
 MAX_SIZES = 64
@@ -165,6 +166,48 @@ class SizedTensorGuard(TensorGuard):
     def learn(self, tensors: Sequence[torch.Tensor], inference: bool) -> None:
         """Caches the metadata of matching tensors of these sizes."""
         self._looks[inference].put(self.sizes.key(tensors), tensor_checks(tensors))
+
+
+class LocalTensors:
+    """The conditions of one entry on distributed tensors: a module's tensors → tensors with this rank's parts in their
+    place.
+
+    Args:
+        names, shardings: of all tensors; ``None`` for one that is not distributed.
+    """
+
+    def __init__(self, names: Sequence[str], shardings: Sequence[Sharding | None]):
+        self._expected = [(i, names[i], each) for i, each in enumerate(shardings) if each is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._expected)
+
+    def of(self, tensors: Sequence[Any]) -> list[Any] | None:
+        """The tensors of a compiled call; ``None`` if one is distributed in another way."""
+        found = list(tensors)
+        for place, _, then in self._expected:
+            if not _is_placed(tensors[place], then):
+                return None
+            found[place] = entering(tensors[place], then.gradient)
+        return found
+
+    def failure(self, tensors: Sequence[Any]) -> GuardFailure | None:
+        """The first tensor that is distributed in another way, or ``None``."""
+        for place, name, then in self._expected:
+            if not _is_placed(tensors[place], then):
+                now = sharding_of(tensors[place]) if is_distributed(tensors[place]) else None
+                if now is not None and now.placements == then.placements:
+                    return GuardFailure(MODULE, f"mesh of {name}", f"compiled for {then.mesh}, called with {now.mesh}")
+                words = "a tensor of one process" if now is None else now.placements
+                return differs(MODULE, f"placements of {name}", then.placements, words)
+        return None
+
+
+def _is_placed(tensor: Any, then: Sharding) -> bool:
+    if not is_distributed(tensor):
+        return False
+    now = sharding_of(tensor)
+    return now.placements == then.placements and (now.mesh is then.mesh or now.mesh == then.mesh)
 
 
 _NAMES = [each.name for each in PROPERTIES]

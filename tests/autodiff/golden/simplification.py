@@ -7,6 +7,7 @@ from __future__ import annotations
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+import autodiff
 from autodiff import (
     clean,
     common_subexpression_elimination,
@@ -43,6 +44,38 @@ class ProjectTuples:
             z = R.exp(x)
             R.output(z)
         return (z, y)
+
+
+@golden(autodiff.collectives_in_order)
+@I.ir_module
+class CollectivesInOrder:
+    """Each collective reads the one before it, so that every process calls them in this order."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
+        with R.dataflow():
+            a = R.call_pure_packed(
+                "library.collective", x, "copy", "reduce", 0, "0", ty_args=(R.Tensor((2,), "float32"),)
+            )
+            b = R.exp(x)
+            c = R.call_pure_packed(
+                "library.collective", y, "copy", "reduce", 0, "0", ty_args=(R.Tensor((2,), "float32"),)
+            )
+            R.output(a, b, c)
+        return (a, b, c)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
+        with R.dataflow():
+            a = R.call_pure_packed(
+                "library.collective", x, "copy", "reduce", 0, "0", ty_args=(R.Tensor((2,), "float32"),)
+            )
+            b = R.exp(x)
+            c = R.call_pure_packed(
+                "library.collective", y, "copy", "reduce", 0, "0", a, ty_args=(R.Tensor((2,), "float32"),)
+            )
+            R.output(a, b, c)
+        return (a, b, c)
 
 
 @golden(zapp_like)

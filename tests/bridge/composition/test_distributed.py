@@ -142,7 +142,6 @@ def test_checkpoints_run_the_forward_again(reports):
 def test_shards_and_wrappers_are_refused_by_name(reports):
     words = {
         "sharded": "call add_tvm_dispatch before fully_shard",
-        "parallel": "leave tensor parallelism",
         "flat": "or use fully_shard",
         "wrapped": "add_tvm_dispatch(model.module, ...)",
     }
@@ -195,8 +194,8 @@ def test_a_whole_model_with_parameters_in_half_precision(reports):
 
 
 @pytest.mark.composes(
-    "layers that are sharded (`fully_shard`) or parallelized (`parallelize_module`) inside a dispatched module",
-    "eager, with a reason: dispatch each of these layers, or the modules inside",
+    "layers sharded (`fully_shard`) or parallelized (`parallelize_module`) inside a module after it was dispatched",
+    "eager, with a reason: dispatch each of these layers, or after `parallelize_module`",
     section="Distributed",
 )
 @pytest.mark.parametrize("scenario", ["fsdp inside", "tensor parallel"])
@@ -210,7 +209,7 @@ def test_layers_that_are_changed_inside_run_eager_with_a_reason(reports, scenari
 
 
 @pytest.mark.composes(
-    "a dispatched module that gets a tensor parallel plan itself, DTensors as its parameters or arguments",
+    "a dispatched module that gets a plan of its own afterwards, or DTensors as its parameters or arguments",
     "eager, with a reason",
     section="Distributed",
 )
