@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.bridge.beside import beside, double
+from tests.device import DEVICE
 from tests.sampling import sampled
 
 OPERATORS = {
@@ -63,12 +64,15 @@ class Operator(nn.Module):
         return self.function(x, y, self.weight)
 
 
+KERNELS_OF_A_GPU = ("root mean square", "weight norm")
 ALWAYS = ["quotient", "norm", "layer norm", "root mean square", "squared error", "distances", "curve of a weight"]
 
 
 @pytest.mark.parametrize("name", sampled([*OPERATORS], ALWAYS))
 def test_gradients_read_what_eager_reads(name):
     """Writes the arguments, the parameter and the result in turn; autograd saves each, or a value computed from it."""
+    if DEVICE.type != "cpu" and name in KERNELS_OF_A_GPU:
+        pytest.skip("a gradient may use other numbers, as docs/limits.md says")
 
     def step(m, _, i):
         found = []
