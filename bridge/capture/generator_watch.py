@@ -29,6 +29,8 @@ _PYTHONS_DRAWS = ("random", "getrandbits", "seed")
 _DISTRIBUTIONS = os.path.join(TORCH_DIR, "distributions")
 """The folder of code that may read whether arguments are to be checked, a mode of the process."""
 _RESEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
+_WATCHED = frozenset((*_PYTHONS_DRAWS, *_RESEEDING))
+"""Asked first: torch checks a generator's type in Python, which for every call of C took longer than all else here."""
 
 
 @contextmanager
@@ -46,12 +48,14 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
             if event == "return" and frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
                 reads.validates |= _may_validate(frame)
             return
+        if (name := called.__name__) not in _WATCHED:
+            return
         owner = getattr(called, "__self__", None)
         if isinstance(owner, torch.Generator):
-            if called.__name__ in _RESEEDING:
+            if name in _RESEEDING:
                 note_change_of_generator()
-                rules.complain(f"torch.Generator.{called.__name__}", "changes a random generator inside forward")
-        elif isinstance(owner, random.Random) and called.__name__ in _PYTHONS_DRAWS and not _is_of_no_numbers(frame):
+                rules.complain(f"torch.Generator.{name}", "changes a random generator inside forward")
+        elif isinstance(owner, random.Random) and name in _PYTHONS_DRAWS and not _is_of_no_numbers(frame):
             rules.foreign_draw("random", user_line(traceback.extract_stack()))
 
     with reads.strangers.lifetimes():
