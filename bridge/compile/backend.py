@@ -72,10 +72,6 @@ class Backend(ABC):
         """Whether the algorithm variants of a matrix product are timed at the first use of its class."""
         return False
 
-    @abstractmethod
-    def machine(self) -> tuple:
-        """The machine's properties that timings depend on besides the key, as plain data."""
-
     @property
     @abstractmethod
     def key(self) -> str:

@@ -18,7 +18,7 @@ from tvm.tirx import PrimFunc
 
 from bridge.base.log import channel
 from bridge.compile.backend import Backend, Built
-from bridge.compile.cpu.build import CpuLibraries, fingerprint, kernel_source
+from bridge.compile.cpu.build import CpuLibraries, kernel_source
 from bridge.compile.cpu.gemm import gemm_function, packed_gemm_function, packing_function
 from bridge.compile.cpu.gemm_tile import register_tile
 from bridge.compile.cpu.loops import generate, generate_columns, scheduled
@@ -131,9 +131,6 @@ class CpuBackend(Backend):
     def _code_key(self) -> str:
         """The dependencies of kernels besides their functions; backends with other limits share kernels."""
         return f"cpu {self.target} {self.order}"
-
-    def machine(self) -> tuple:
-        return fingerprint()
 
     @property
     def device(self) -> torch.device:

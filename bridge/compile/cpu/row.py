@@ -206,7 +206,6 @@ class VectorStep(PassStep):
         dtype = compute_type(self.plan.dtype(read))
         index, step = self._place(read.access)
         buffer = scope.buffers.inputs[read.tensor]
-        index = scope.place_of(read.tensor, index)
         if strides[-1] == 0 and e.lanes > 1:
             return e.bind(e.cast(e.broadcast(BufferLoad(buffer, [index])), dtype))
         return e.bind(e.cast(BufferLoad(buffer, [e.index(index, step)]), dtype))

@@ -149,10 +149,6 @@ class CudaBackend(Backend):
         """The dependencies of kernels besides their functions; devices of one architecture share kernels."""
         return f"{self.arch} nvrtc {version()} {self.order} {self.limits}"
 
-    def machine(self) -> tuple:
-        told = torch.cuda.get_device_properties(self.index)
-        return told.name, told.total_memory, told.multi_processor_count
-
     @property
     def device(self) -> torch.device:
         return torch.device("cuda", self.index)

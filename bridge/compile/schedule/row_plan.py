@@ -273,10 +273,6 @@ class RowValues:
         zeros = [BufferStore(buffer, zero, [first + number(place)]) for place in range(count)]
         return [IfThenElse(tirx.GE(position + number(lanes), number(self.plan.length)), sequence(zeros), None)]
 
-    def place_of(self, tensor: int, index: Expr) -> Expr:
-        """An input's element index → its index in memory; they differ if only a part of the input is there."""
-        return index
-
     def per_row_values(self, level: int) -> None:
         """Computes the per-row values that wait for at most ``level`` reductions; stores results."""
         for index, node in enumerate(self.plan.nodes):
