@@ -32,6 +32,7 @@ from bridge.guards.kinds import (
 from bridge.guards.machinery import is_library
 from bridge.guards.objects import (
     ABSENT,
+    ANY,
     FrameOf,
     Instance,
     binds,
@@ -47,13 +48,13 @@ from bridge.guards.objects import (
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place
 
-__all__ = ["CallAnalysis"]
+__all__ = ["MOST_RESULTS", "CallAnalysis"]
 
 _UNBOUND = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
 _IN_C = ("cython_function_or_method", *(kind.__name__ for kind in _UNBOUND))
 _KNOWN_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "math", "builtins", ""}
-_MOST_RESULTS = 512
-"""The objects followed for each call instruction."""
+MOST_RESULTS = 256
+"""The objects, and the plain values, that are followed one by one for each call instruction."""
 Given = list[list[Any]]
 
 
@@ -204,6 +205,9 @@ class CallAnalysis(Sources):
         if is_a(owner, contextvars.ContextVar) and name in ("set", "reset") and self.knows(owner) and not torchs:
             self._unset[id(owner)] = self._unset.get(id(owner), 0) + (1 if name == "set" else -1)
             self._set_at[id(owner)] = str(self.place(owner)) or owner.name, where
+        if name == "__new__" and args:
+            for made in [each for each in args[0] if is_a(each, type)]:
+                self._result(known.calls.called, place, Instance(made), known)
         if is_a(owner, weakref.ref) and name == "__call__":
             self._reference(known, place, owner)
         elif name in ("__getattribute__", "__getattr__") and args:
@@ -246,7 +250,7 @@ class CallAnalysis(Sources):
         for each in [each for arg in args for each in arg] if foreign else ():
             self.deep(each)
         for each in self.inside(owner, 2):
-            if len(known.calls.called.get(place, ())) >= _MOST_RESULTS:
+            if len(known.calls.called.get(place, ())) >= MOST_RESULTS:
                 break
             self._result(known.calls.called, place, each, known)
 
@@ -272,7 +276,7 @@ class CallAnalysis(Sources):
         if name in USES["operates"]:
             self._operators.add(f"__{name}__")
         if name in ("getattr", "hasattr", "setattr", "delattr") and len(args) > 1:
-            names = [each for each in args[1] if type(each) is str]
+            names = [] if any(each is ANY for each in args[1]) else [each for each in args[1] if type(each) is str]
             for owner in owners:
                 for each in names if name in ("setattr", "delattr") else ():
                     self._written(owner, each)
@@ -413,6 +417,7 @@ class CallAnalysis(Sources):
         if is_changeable(kind):
             for name in ("__new__", "__init__"):
                 self.class_name(kind, name)
+            self._result(frame.calls.results, place, Instance(kind), frame)
         if is_changeable(type(kind)):
             self.class_name(type(kind), "__call__")
         if does(kind, "operates"):
@@ -438,7 +443,9 @@ class CallAnalysis(Sources):
         for each in (*value.args, *value.keywords.values()):
             self.whole(each, frame.where)
         function = value.func
-        if is_a(function, types.BuiltinFunctionType):
+        if is_a(function, type):
+            self._made(frame, place, function, args, True)
+        elif is_a(function, types.BuiltinFunctionType):
             self._invoke(frame, place, function, call, frame.where, (args, {}))
         elif is_a(function, _UNBOUND):
             self._unbound(frame, place, function, args)
@@ -479,9 +486,13 @@ class CallAnalysis(Sources):
     def _result(self, results: dict[int, dict[Any, Any]], place: int, value: Any, outer: Frame) -> None:
         value = FrameOf.of(value) if is_a(value, FrameType) else value
         kept, known = self._kept(value), results.setdefault(place, {})
-        if len(known) < _MOST_RESULTS and (key := identity_of(kept)) not in known:
+        if (key := identity_of(kept)) in known:
+            return
+        if len(known) < MOST_RESULTS:
             known[key] = kept
             outer.calls.fresh.add(place)
+        else:
+            (self.all if is_a(kept, nn.Module) else self.deep)(kept)
 
     def _kept(self, value: Any) -> Any:
         """A value as it is kept: of the call's own tensors only the class, so that loop steps give the same."""

@@ -32,6 +32,7 @@ from bridge.guards.bytecode import (
     CallSite,
     DataFlow,
     Lookups,
+    Source,
     computed,
     handlers,
     held_in,
@@ -61,8 +62,11 @@ class _Interpreter(Lookups):
         self.states: dict[int, tuple[frozenset, ...]] = {}
         named = [(each, index) for index, each in enumerate(self.instructions) if each.opname == "KW_NAMES"]
         self.keywords = {self._call_behind(index): code.co_consts[each.arg] for each, index in named}
+        self.assigned |= {name for each in self.instructions if (name := _put(each))}
         for name in self.assigned:
             self.flow.variables[name] = {("arg", name): None} if name in self.arguments else {}
+        for name in _inner_stores(code) & self.assigned if code.co_cellvars else ():
+            self.flow.variables[name]["made",] = None
         self.rules: dict[str, Callable[..., bool]] = {}
 
     def _call_behind(self, index: int) -> int:
@@ -92,14 +96,28 @@ class _Interpreter(Lookups):
             self.states[index] = tuple(stack)
             return True
         height = min(len(known), len(stack))
-        made = tuple(map(joined, known[len(known) - height :], stack[len(stack) - height :]))
+        pairs = zip(known[len(known) - height :], stack[len(stack) - height :], strict=True)
+        made = tuple(a if a == b else joined(self._marked(a), self._marked(b)) for a, b in pairs)
         if made == known:
             return False
         self.states[index] = made
         return True
 
+    def _marked(self, value: frozenset) -> frozenset:
+        """A value's sources, with a mark where they may not give its plain value: in place of another it counts too."""
+        roots = {source: _root(source) for source in value}
+        if any(source[0] in _PLAIN_SOURCES and root[0] not in _RESULTS for source, root in roots.items()):
+            return value
+        calls = {root[1] for root in roots.values() if root[0] in ("result", "called") and root[1] in self.flow.calls}
+        others = not calls or any(root[0] in ("each", "held") for root in roots.values())
+        return value | {("computed", place) for place in calls} | ({("made",)} if others else NOTHING)
+
     def _store(self, name: str, value: frozenset) -> None:
-        self.flow.variables[name].update(dict.fromkeys(value))
+        self.flow.variables[name].update(dict.fromkeys(self._marked(value)))
+
+    def _held(self, name: str) -> frozenset:
+        """The sources of values that this function puts into containers, or sets as an attribute."""
+        return frozenset((("var", name),)) if name in self.assigned else NOTHING
 
     def _local(self, name: str) -> frozenset:
         if name in self.assigned:
@@ -218,7 +236,7 @@ class _Interpreter(Lookups):
         raw = each.arg or 0
         if name in ("LOAD_ATTR", "LOAD_METHOD"):
             owner = pop()
-            found = joined(self._of("attr", owner, argument), result_of(each))
+            found = joined(self._of("attr", owner, argument), result_of(each), self._held(f".{argument}"))
             if argument == "__self__":  # a bound method's owner
                 found = joined(found, frozenset(("receiver", source) for source in owner))
             if name == "LOAD_METHOD" or (NEW_ATTR and raw & 1):
@@ -235,14 +253,14 @@ class _Interpreter(Lookups):
         elif name in ("STORE_ATTR", "DELETE_ATTR"):
             owner = pop()
             if name == "STORE_ATTR":
-                pop()
+                self._store(f".{argument}", pop())
             for source in owner:
                 self.flow.writes["attr", source, argument] = None
         elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
             key, owner = pop(), pop()
             self.flow.operators.add("__setitem__")
             if name == "STORE_SUBSCR":
-                pop()
+                self._store("[]", pop())
             for source in owner:
                 self.flow.writes["item", source, key] = None
         elif name == "BINARY_SLICE":
@@ -264,7 +282,7 @@ class _Interpreter(Lookups):
         if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and str(each.argrepr) == "[]"):  # from 3.14 on
             key, owner = pop(), pop()
             self.flow.operators.add("__getitem__")
-            stack.append(self._item(owner, key, each.offset))
+            stack.append(joined(self._item(owner, key, each.offset), self._held("[]")))
         elif name == "BINARY_OP" or name.startswith(("BINARY_", "INPLACE_")):
             right, left = pop(raw=True), pop(raw=True)
             made = computed(str(each.argrepr).rstrip("="), left, right)
@@ -331,7 +349,8 @@ class _Interpreter(Lookups):
             self._iterated(value)
             stack.append(joined(value, result_of(each)))
         elif name == "FOR_ITER":
-            stack.append(joined(self._each(stack[-1] if stack else NOTHING), result_of(each)))
+            owner = stack[-1] if stack else NOTHING
+            stack.append(joined(self._each(owner), result_of(each), self._held("[]")))
         elif name in ("UNPACK_SEQUENCE", "UNPACK_EX"):
             value = pop()
             self._iterated(value)
@@ -442,7 +461,10 @@ class _Interpreter(Lookups):
         positional = args[: len(args) - len(keywords)]
         made = CallSite(function, tuple(positional), tuple(zip(keywords, args[len(positional) :], strict=True)))
         self.flow.calls[each.offset] = made
+        puts = any(source[0] == "attr" and source[2] in _PUTS for source in function)
         for value in args:
+            if puts:
+                self._store("[]", without_locals(value))
             for source in value:
                 if source[0] not in (*NO_PLACES, "made"):
                     self.flow.wholes.setdefault(("passed", source, each.offset), False)
@@ -460,6 +482,39 @@ class _Interpreter(Lookups):
             return True
         stack.extend([NOTHING] * max(0, effect))
         return True
+
+
+_PLAIN_SOURCES = ("const", "global", "attr", "arg", "cell", "item", "op", "var")
+_RESULTS = ("result", "called", "each", "held")
+_PUTS = frozenset("append appendleft add insert extend update setdefault put __setitem__".split())
+
+
+def _root(source: Source) -> Source:
+    """The source of the object that a chain of attributes and entries begins with."""
+    while source[0] in ("attr", "item"):
+        source = source[1]
+    return source
+
+
+def _inner_stores(code: CodeType) -> set[str]:
+    """The variables that functions inside of a function assign."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    own = {
+        name
+        for each in inner
+        for made in dis.get_instructions(each)
+        if made.opname == "STORE_DEREF"
+        for name in [made.argval]
+    }
+    return own.union(*map(_inner_stores, inner))
+
+
+def _put(each: Any) -> str:
+    """The name under which a value is kept that an instruction puts into an object: its attribute, or any entry."""
+    if each.opname == "STORE_ATTR":
+        return f".{each.argval}"
+    puts = each.opname in ("LOAD_METHOD", "LOAD_ATTR") and each.argval in _PUTS
+    return "[]" if puts or each.opname == "STORE_SUBSCR" else ""
 
 
 def _stored(each: Any) -> tuple[str, ...]:

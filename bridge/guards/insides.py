@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_a, is_iterator, is_key, parts_of
-from bridge.guards.objects import Instance, dict_of, interesting, is_library, names_of
-from bridge.guards.watched import MANY, Contents, Place, table_of
+from bridge.guards.objects import ANY, Instance, dict_of, interesting, is_library, names_of
+from bridge.guards.watched import ABSENT, MANY, Contents, Place, slot_of, slots_in, table_of
 from bridge.guards.world import World
 
 __all__ = ["Insides"]
@@ -37,9 +37,9 @@ class Insides(World):
         if is_a(owner, Instance):
             return []
         if not self.knows(owner):
-            self.strangers.note(owner, ("entry", key) if is_key(key) else ("whole", ""))
+            self.strangers.note(owner, ("entry", key) if key is not ANY and is_key(key) else ("whole", ""))
             return self.inside(owner, 1)
-        if is_a(owner, dict | types.MappingProxyType) and is_key(key):
+        if is_a(owner, dict | types.MappingProxyType) and key is not ANY and is_key(key):
             self._class(owner)
             own = self.original(owner)
             return interesting(
@@ -129,8 +129,10 @@ class Insides(World):
 
     def deep(self, value: Any, levels: int = 5) -> None:
         """Notes reads of everything inside an object."""
-        if type(value) in PLAIN or not self.knows(value) or not levels:
+        if type(value) in PLAIN or value is ABSENT or not levels:
             return
+        if not self.knows(value):
+            return self.strangers.note(value, ("deep",))
         self.whole(value)
         for name in value.__code__.co_names if is_a(value, FunctionType) else ():
             self.name(value.__globals__, name, Place("global", name))
@@ -141,7 +143,9 @@ class Insides(World):
         of_class = [each for each in vars(value).values() if is_a(each, CONTAINERS)] if is_a(value, type) else []
         for each in of_class:
             self.know(each, self.place(value))
-        for each in of_class if is_a(value, type) else (*self.inside(value, 1), *(dict_of(value) or {}).values()):
+        slots = (slot_of(value, name) for name in slots_in(type(value)))
+        held = (*self.inside(value, 1), *(dict_of(value) or {}).values(), *slots)
+        for each in of_class if is_a(value, type) else held:
             self.deep(each, levels - 1)
 
     def moved(self, value: Any, where: str) -> None:
@@ -165,3 +169,5 @@ class Insides(World):
             for name in () if is_a(owner, type | ModuleType) else list(held):
                 self.attribute(owner, name)
             self._note(("contents", id(held)), Contents(held, self.place(owner)))
+        for name in slots_in(type(owner)):
+            self.attribute(owner, name)

@@ -28,12 +28,23 @@ from bridge.base.threads import free_in_children
 from bridge.guards.kinds import CONTAINERS, PLAIN, is_a
 from bridge.state import dict_of
 
-__all__ = ["ABSENT", "FrameOf", "Instance", "Strangers", "binds", "class_entry", "classes_in", "dict_of", "fields_of"]
+__all__ = [
+    "ABSENT",
+    "ANY",
+    "FrameOf",
+    "Instance",
+    "Strangers",
+    "binds",
+    "class_entry",
+    "classes_in",
+    "dict_of",
+    "fields_of",
+]
 __all__ += ["function_or_object", "identity_of", "inner_function", "interesting", "is_alive", "is_changeable"]
 __all__ += ["is_library", "is_ours", "names_of"]
 
-ABSENT = object()
-"""Marks a missing value."""
+ABSENT, ANY = object(), object()
+"""Mark a missing value, and more plain values than are followed one by one."""
 _MADE_ANEW = (super, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _IMMUTABLE_TYPE = 1 << 8
 _NOTES = ("__abstractmethods__", "_abc_impl", "__doc__", "__weakref__", "__dict__", "__annotations__")

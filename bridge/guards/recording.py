@@ -24,7 +24,7 @@ import torch
 
 from bridge.base.errors import is_pythons_file
 from bridge.guards.bytecode import DataFlow
-from bridge.guards.calls import CallAnalysis
+from bridge.guards.calls import MOST_RESULTS, CallAnalysis
 from bridge.guards.changes import reads_later
 from bridge.guards.dataflow import flow_of
 from bridge.guards.functions import CHANGES_FILES, OPENS, audited, changes_files, does, entries_of, file_state
@@ -40,9 +40,9 @@ from bridge.guards.machinery import (
     is_library,
     is_machinery,
 )
-from bridge.guards.objects import Instance, inner_function, is_changeable
+from bridge.guards.objects import ANY, Instance, inner_function, is_changeable
 from bridge.guards.sources import Frame
-from bridge.guards.watched import ABSENT, MANY, Name, Place
+from bridge.guards.watched import ABSENT, Name, Place
 from bridge.guards.world import REGISTRIES
 
 __all__ = ["Reads", "profiled"]
@@ -276,10 +276,10 @@ class Reads(CallAnalysis):
         """Notes the result of a Python function."""
         if is_a(value, logging.Logger | threading.Thread) or type(value).__module__ == "multiprocessing.process":
             self.know(value, Place("logger" if is_a(value, logging.Logger) else "thread", value.name))
-        if type(value) in (str, bytes, int):
-            known = outer.calls.plain.setdefault(place, [])
-            if value not in known and len(known) < MANY:
-                known.append(value)
+        if type(value) in (str, bytes, int, float, bool):
+            known = outer.calls.plain.setdefault(place, {})
+            if value not in known and len(known) <= MOST_RESULTS:
+                known[value if len(known) < MOST_RESULTS else ANY] = None
                 outer.calls.fresh.add(place)
         elif type(value) not in PLAIN:
             if not self.knows(value):
@@ -320,7 +320,7 @@ class Reads(CallAnalysis):
         given = [*frame.args.values(), *frame.cells.values()]
         for results in (frame.calls.results, frame.calls.plain, frame.calls.called):
             told += results
-            held = (values.values() if type(values) is dict else values for values in results.values())
+            held = (values if results is frame.calls.plain else values.values() for values in results.values())
             given += [each for values in held for each in (*values, None)]
         while given:
             value = given.pop()

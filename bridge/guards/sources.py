@@ -16,7 +16,7 @@ import torch
 from bridge.guards.bytecode import DataFlow, Source
 from bridge.guards.insides import Insides
 from bridge.guards.kinds import PLAIN, answer_of, is_a
-from bridge.guards.objects import ABSENT, FrameOf, Instance, class_entry, dict_of, identity_of, interesting
+from bridge.guards.objects import ABSENT, ANY, FrameOf, Instance, class_entry, dict_of, identity_of, interesting
 from bridge.guards.watched import Missing, Place
 
 __all__ = ["Frame", "Sources"]
@@ -93,13 +93,11 @@ class Sources(Insides):
 
     def _constants(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
         """The values of sources, including plain ones (numbers, strings), as for keys and arguments of C functions."""
-        found: list[Any] = []
+        found: dict[Any, Any] = {}
         for value in (value for source in sources for value in self._plain(frame, source)):
-            if not any(
-                value is each or (type(value) in PLAIN and type(each) in PLAIN and value == each) for each in found
-            ):
-                found.append(value)
-        return found
+            plain = type(value) in PLAIN and type(value) is not slice
+            found.setdefault(value if plain else ("object", id(value)), value)
+        return list(found.values())
 
     def _plain(self, frame: Frame, source: Source) -> list[Any]:
         kind = source[0]
@@ -109,18 +107,22 @@ class Sources(Insides):
             return [frame.locals[source[1]]] if source[1] in frame.locals else []
         if kind in ("arg", "cell"):
             value = (frame.args if kind == "arg" else frame.cells).get(source[1], ABSENT)
-            return [] if value is ABSENT or is_a(value, Instance) else [value]
+            return [] if value is ABSENT else [ANY if is_a(value, Instance) else value]
+        if kind == "made" or (kind == "computed" and self._is_computed(frame, source[1])):
+            return [ANY]
         if kind == "global":
             return next(([space[source[1]]] for space in (frame.globals, frame.builtins) if source[1] in space), [])
         if kind == "attr":
-            owners = self._plain(frame, source[1])
-            return [value for owner in owners if (value := _peek(owner, source[2])) is not ABSENT]
+            found = [_peek(owner, source[2]) for owner in self._plain(frame, source[1])]
+            return [value for value in found if value is not ABSENT]
         if kind == "item":
             found = []
             for owner in self._plain(frame, source[1]):
+                if owner is ANY:
+                    found.append(ANY)
                 for key in self._constants(frame, (source[2],)) if type(owner) in (dict, list, tuple) else ():
                     try:
-                        found.append(owner[key])
+                        found.append(ANY if key is ANY else owner[key])
                     except (KeyError, IndexError, TypeError):
                         continue
             return found
@@ -137,10 +139,17 @@ class Sources(Insides):
             return [*frame.calls.plain.get(source[1], ()), *frame.calls.results.get(source[1], {}).values()]
         return self._values(frame, source)
 
+    def _is_computed(self, frame: Frame, place: int) -> bool:
+        """Whether a function in C gives the value of a call, whose result is not known."""
+        return place not in frame.calls.python and (frame.over or place in frame.calls.heard)
+
     def _operated(self, frame: Frame, symbol: str, left: Source, right: Source) -> list[Any]:
         found, kinds = [], (str, bytes, int, float)
-        for a in self._plain(frame, left):
-            for b in self._plain(frame, right) if type(a) in kinds else ():
+        lefts, rights = self._plain(frame, left), self._plain(frame, right)
+        if any(each is ANY for each in (*lefts, *rights)):
+            return [ANY]
+        for a in lefts:
+            for b in rights if type(a) in kinds else ():
                 if type(b) in kinds or (symbol == "%" and type(b) is tuple):
                     with suppress(TypeError, ValueError):
                         found.append(_OPERATORS[symbol](a, b))
@@ -256,10 +265,15 @@ class Sources(Insides):
 
     def _given(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
         """The possible values of an argument: objects, whose reads are noted, and plain values."""
+        exact = [frame.locals[each[1]] for each in sources if each[0] == "local" and each[1] in frame.locals]
+        if exact and type(exact[0]) in PLAIN:
+            return exact
         found = {id(value): value for value in self._constants(frame, sources)}
+        is_any = found.pop(id(ANY), None) is not None and not exact
+        keeps = is_any and bool(found) and all(type(value) in PLAIN for value in found.values())
         for source in sources:
             found.update({id(value): value for value in self._values(frame, source)})
-        return list(found.values())
+        return [*found.values(), *([ANY] if keeps else [])]
 
     def _identity(self, frame: Frame, source: Source, is_compared: bool = True) -> None:
         """Notes that a value is compared by identity, or that its identity is read.
@@ -332,6 +346,8 @@ def _peek(owner: Any, name: str) -> Any:
     """An attribute's value, read without running the owner's code."""
     if is_a(owner, Instance | FrameOf):
         return ABSENT
+    if owner is ANY:
+        return ANY
     held = vars(owner) if is_a(owner, ModuleType) else dict_of(owner)
     if held is not None and name in held:
         return held[name]
@@ -341,4 +357,6 @@ def _peek(owner: Any, name: str) -> Any:
             return raw.__get__(owner)
         except (AttributeError, TypeError):  # an empty slot; a class, whose objects have it
             return ABSENT
+    if is_a(raw, types.GetSetDescriptorType):
+        return ANY
     return ABSENT if raw is ABSENT or hasattr(type(raw), "__get__") else raw

@@ -29,7 +29,8 @@ from bridge.guards.objects import ABSENT, class_entry, dict_of, is_changeable
 from bridge.state import kept, same
 
 __all__ = ["ABSENT", "MANY", "Answer", "CachedResult", "Class", "ClassName", "ClosureCell", "Code", "Contents"]
-__all__ += ["Missing", "Name", "Place", "Slot", "Watched", "alike", "class_entry", "entry_of", "slot_of", "table_of"]
+__all__ += ["Missing", "Name", "Place", "Slot", "Watched", "alike", "class_entry", "entry_of", "slot_of"]
+__all__ += ["slots_in", "table_of"]
 
 _LOCAL = threading.local
 MANY = 64
@@ -412,7 +413,7 @@ def alike(now: Any, then: Any, deep: int = 8) -> bool:
         return repr(now) == repr(then)
     if (held := contents_of(now)) is not None and not alike(held(now), held(then), deep - 1):
         return False
-    own, slots = dict_of(now), _slots(type(now))
+    own, slots = dict_of(now), slots_in(type(now))
     if type(now).__module__ == "builtins" or (own is None and not slots):
         return held is not None
     if any(not alike(slot_of(now, name), slot_of(then, name), deep - 1) for name in slots):
@@ -420,7 +421,7 @@ def alike(now: Any, then: Any, deep: int = 8) -> bool:
     return own is None or (type(own) is dict and alike(list(own.items()), list(dict_of(then).items()), deep - 1))
 
 
-def _slots(kind: type) -> list[str]:
+def slots_in(kind: type) -> list[str]:
     """The slots of a class whose bases are all Python classes."""
     if not all(map(is_changeable, kind.__mro__[:-1])):
         return []

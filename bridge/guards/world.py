@@ -57,6 +57,8 @@ __all__ = ["REGISTRIES", "World"]
 _NOWHERE = Place("", "")
 _SPECIAL = "__getattribute__ __getattr__ __bool__ __len__ __eq__ __iter__ __contains__ __getitem__ __call__".split()
 """Special methods that Python looks up in an object's class without a mention in forward's code."""
+_MEMORY = ("__array_interface__", "__array_struct__", "__dlpack__", "ctypes", "data")
+"""Attributes that give an array's or a buffer's address to code in C."""
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
@@ -284,6 +286,7 @@ class World(Changes):
     def _of_class(self, owner: type, kind: type, name: str, place: Place) -> list[Any]:
         """The values of a class's attribute; ``kind``: its metaclass."""
         if name in ("__mro__", "__bases__", "__base__"):
+            self.bases.setdefault(owner)
             found = getattr(owner, name)
             for each in found if is_a(found, tuple) else (found,):
                 self.know(each, Place("class", each.__name__))
@@ -303,6 +306,8 @@ class World(Changes):
             self.ask(asked_of, (self.original(owner), name), {}, f"{place}.{name}")
             return []
         self._class(owner)
+        if name in _MEMORY and not is_a(owner, torch.Tensor):
+            self.whole(owner)
         if raw is not ABSENT and hasattr(type(raw), "__set__"):  # it precedes the dictionary
             computed = is_a(raw, property) or is_a(class_entry(type(raw), "__get__"), FunctionType)
             if not computed and not is_a(owner, torch.Tensor) and name not in ("__dict__", "__class__"):

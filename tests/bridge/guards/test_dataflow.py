@@ -1,15 +1,19 @@
-"""Data flow of bytecode: on each way to an instruction, the stack is as high as the interpreter's."""
+"""Data flow of bytecode: the height of the stack is the interpreter's, and what is found in any way is watched."""
 
 from __future__ import annotations
 
 import ast
 import asyncio.base_events
+import copy
 import difflib
+import functools
 import inspect
 import types
 
 import pytest
+import torch
 
+from bridge import add_tvm_dispatch, stats
 from bridge.guards import dataflow
 
 
@@ -36,3 +40,83 @@ def test_the_stack_is_as_high_on_each_way(module, monkeypatch):
         for code in codes(compile(file.read(), module.__file__, "exec")):
             dataflow._Interpreter(code).run()
     assert not others
+
+
+class Base:
+    k = 2.0
+
+
+class Kind(Base):
+    @staticmethod
+    def get():
+        return Base.k
+
+
+class Slots:
+    __slots__ = ("k",)
+
+
+def key(number):
+    return f"b{number}"
+
+
+def held(value):
+    found = Slots()
+    found.k = value
+    return found
+
+
+KEYS = "k = 'a'\nif self.flag: "
+# how forward finds what it reads, its result; both names in G are 2., then 7.
+FOUND = {
+    **{
+        name: (f"{KEYS}{code}", "G[k]")
+        for name, code in {
+            "f-string": "k = f'b{self.n}'",
+            "slice": "k = 'xb3'[1:]",
+            "method": "k = 'B3'.lower()",
+            "negative": "k = -self.n",
+            "comparison": "k = self.n == 3",
+            "tuple": "k = ('a', self.n)",
+            "unpacked": "k, j = ['b3', 1]",
+            "loop": "\n  for k in ('a', 'b3'): pass",
+            "enumerated": "\n  for k, j in enumerate('abcd'): pass",
+            "shape": "k = x.shape[0]",
+            "int": "k = int('3')",
+            "entry": "k = {'q': 'b3'}['q']",
+            "deleted": "del k; k = f'b{self.n}'",
+        }.items()
+    },
+    "assigned by an inner function": ("k = 'a'\ndef put():\n  nonlocal k\n  k = 'b' + str(self.n)\nput()", "G[k]"),
+    "local dictionary": ("d = {'a': H[0]}; d['b'] = H[1]", "d['b'].k"),
+    "local list": ("d = []; d.append(H[0]); d.append(H[1])", "d[-1].k"),
+    "local object": ("d = SimpleNamespace(); d.q = H[1]", "d.q.k"),
+    "many keys": ("t = 0.0\nfor i in range(300): t += G.get(key(i), 1.0)", "t"),
+    "many entries": ("t = 0.0\nfor i in range(303): t += G[key(302 - i)]", "t"),
+    "copied slots": ("k = copy.copy(H[1])", "k.k"),
+    "class of a new object": ("", "Kind().k"),
+    "static method of a new object": ("", "Kind().get()"),
+    "new object without a call": ("", "Kind.__new__(Kind).k"),
+    "new object by a partial": ("", "functools.partial(Kind)().k"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_found_in_another_way_is_watched(name, monkeypatch):
+    body, result = FOUND[name]
+    names = ["a", "b", "b3", 3, -3, True, ("a", 3)]
+    used = {"copy": copy, "functools": functools, "SimpleNamespace": types.SimpleNamespace}
+    space = {**globals(), **used, "G": dict.fromkeys([*names, *map(key, range(303))], 2.0), "H": [held(2.0), held(2.0)]}
+    text = "".join(f"    {line}\n" for line in f"{body}\nreturn x * {result}".split("\n"))
+    exec(f"def forward(self, x):\n{text}", space)
+    module, x = type("Found", (torch.nn.Module,), {"forward": space["forward"]})(), torch.ones(3)
+    module.flag, module.n = True, 3
+    add_tvm_dispatch(module, x)
+    wanted = module.forward(x)
+    torch.testing.assert_close(module(x), wanted)
+    assert stats(module).hits == 1, dict(stats(module).misses)
+    space["G"].update(dict.fromkeys(names[1:], 7.0))
+    space["H"][1].k = 7.0
+    monkeypatch.setattr(Base, "k", 7.0)
+    assert not torch.equal(module.forward(x), wanted)
+    torch.testing.assert_close(module(x), module.forward(x))
