@@ -19,7 +19,7 @@ test: lint
 
 # One test of sixty, of all rooms, for the edit loop.
 quick: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ARGS)
 
 # The sweeps too: the rest of families of generated cases, of which `make test` runs a sample of each kind.
 test-all:
