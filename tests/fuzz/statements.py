@@ -104,6 +104,8 @@ assert {x}.dim() >= 0\n{v} = {x} + 1
 {v} = torch._higher_order_ops.map(lambda t, u: t.sin() * u.mean(), {x}, {y})
 {v} = torch._higher_order_ops.scan(lambda h, t: (h + t, h * t), torch.zeros_like({x}[0]), {x})[1]
 {v} = torch._higher_order_ops.scan(lambda h, t: (h * t.cos(), h + {y}.mean()), {x}[0], {x}, reverse=True)[0]
+{v} = torch._higher_order_ops.while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, t.sin()), (torch.tensor(0), {x}))[1]
+{v} = torch._higher_order_ops.associative_scan(lambda s, t: s * t.cos(), {x}, 0, combine_mode="generic")
 """
 
 STATE = r"""
