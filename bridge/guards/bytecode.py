@@ -12,7 +12,8 @@ from typing import Any
 
 __all__ = ["BUILDS", "COMPARES", "DEREFS", "ENDS", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING", "NO_PLACES"]
 __all__ += ["NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS", "CallSite", "DataFlow", "Lookups", "Source"]
-__all__ += ["computed", "handlers", "held_in", "joined", "result_of", "without_locals"]
+__all__ += ["PLAIN_SOURCES", "PUTS", "RESULTS", "computed", "handlers", "held_in", "inner_stores", "joined", "put_by"]
+__all__ += ["result_of", "root_of", "without_locals"]
 
 Source = tuple
 """``(kind, ...)``; :class:`bridge.guards.sources.Sources` finds the values of each kind."""
@@ -159,6 +160,34 @@ def result_of(instruction: Any) -> frozenset:
 def held_in(value: frozenset) -> frozenset:
     """The sources of a container's entries after a value was put into it."""
     return frozenset(("held", source) for source in value if source[0] != "const")
+
+
+PLAIN_SOURCES = ("const", "global", "attr", "arg", "cell", "item", "op", "var")
+RESULTS = ("result", "called", "each", "held")
+PUTS = frozenset("append appendleft add insert extend update setdefault put __setitem__".split())
+
+
+def root_of(source: Source) -> Source:
+    """The source of the object that a chain of attributes and entries begins with."""
+    while source[0] in ("attr", "item"):
+        source = source[1]
+    return source
+
+
+def inner_stores(code: CodeType) -> set[str]:
+    """The variables that functions inside of a function assign."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    instructions = (each for one in inner for each in dis.get_instructions(one))
+    own = {each.argval for each in instructions if each.opname == "STORE_DEREF"}
+    return own.union(*map(inner_stores, inner))
+
+
+def put_by(each: Any) -> str:
+    """The name under which a value is kept that an instruction puts into an object: its attribute, or any entry."""
+    if each.opname == "STORE_ATTR":
+        return f".{each.argval}"
+    puts = each.opname in ("LOAD_METHOD", "LOAD_ATTR") and each.argval in PUTS
+    return "[]" if puts or each.opname == "STORE_SUBSCR" else ""
 
 
 class Lookups:

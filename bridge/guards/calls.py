@@ -31,7 +31,6 @@ from bridge.guards.kinds import (
 )
 from bridge.guards.machinery import is_library
 from bridge.guards.objects import (
-    ABSENT,
     ANY,
     FrameOf,
     Instance,
@@ -44,6 +43,7 @@ from bridge.guards.objects import (
     interesting,
     is_alive,
     is_changeable,
+    is_held,
 )
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place
@@ -62,11 +62,6 @@ def _hand_on_showing(args: Iterable[list[Any]]) -> bool:
     """Whether an argument is itself a function that shows or compares its arguments (``map(str, values)``)."""
     kinds = (types.BuiltinFunctionType, type, types.WrapperDescriptorType, types.MethodDescriptorType)
     return any(is_a(each, kinds) and each.__name__ in USES["shows"] for arg in args for each in arg)
-
-
-def _is_held(value: Any, name: Any) -> bool:
-    """Whether ``getattr`` gives the entry of the object's own dictionary."""
-    return type(name) is str and name in (dict_of(value) or ()) and class_entry(type(value), name) is ABSENT
 
 
 class CallAnalysis(Sources):
@@ -165,7 +160,7 @@ class CallAnalysis(Sources):
         if name not in USES["tells"] and not module.startswith("torch"):
             names = args[1] if of == ("builtins", "getattr") and len(args) > 1 else ()
             for value in everything:
-                if not (names and all(_is_held(value, each) for each in names)):
+                if not (names and all(is_held(value, each) for each in names)):
                     self._handed_on(known, place, value, 2)
 
     def _handed_on(self, known: Frame, place: int, value: Any, deep: int) -> None:

@@ -29,15 +29,20 @@ from bridge.guards.bytecode import (
     NOTHING,
     NULL,
     NULL_BEHIND,
+    PLAIN_SOURCES,
+    PUTS,
+    RESULTS,
     CallSite,
     DataFlow,
     Lookups,
-    Source,
     computed,
     handlers,
     held_in,
+    inner_stores,
     joined,
+    put_by,
     result_of,
+    root_of,
     without_locals,
 )
 
@@ -62,10 +67,10 @@ class _Interpreter(Lookups):
         self.states: dict[int, tuple[frozenset, ...]] = {}
         named = [(each, index) for index, each in enumerate(self.instructions) if each.opname == "KW_NAMES"]
         self.keywords = {self._call_behind(index): code.co_consts[each.arg] for each, index in named}
-        self.assigned |= {name for each in self.instructions if (name := _put(each))}
+        self.assigned |= {name for each in self.instructions if (name := put_by(each))}
         for name in self.assigned:
             self.flow.variables[name] = {("arg", name): None} if name in self.arguments else {}
-        for name in _inner_stores(code) & self.assigned if code.co_cellvars else ():
+        for name in inner_stores(code) & self.assigned if code.co_cellvars else ():
             self.flow.variables[name]["made",] = None
         self.rules: dict[str, Callable[..., bool]] = {}
 
@@ -105,8 +110,8 @@ class _Interpreter(Lookups):
 
     def _marked(self, value: frozenset) -> frozenset:
         """A value's sources, with a mark where they may not give its plain value: in place of another it counts too."""
-        roots = {source: _root(source) for source in value}
-        if any(source[0] in _PLAIN_SOURCES and root[0] not in _RESULTS for source, root in roots.items()):
+        roots = {source: root_of(source) for source in value}
+        if any(source[0] in PLAIN_SOURCES and root[0] not in RESULTS for source, root in roots.items()):
             return value
         calls = {root[1] for root in roots.values() if root[0] in ("result", "called") and root[1] in self.flow.calls}
         others = not calls or any(root[0] in ("each", "held") for root in roots.values())
@@ -461,7 +466,7 @@ class _Interpreter(Lookups):
         positional = args[: len(args) - len(keywords)]
         made = CallSite(function, tuple(positional), tuple(zip(keywords, args[len(positional) :], strict=True)))
         self.flow.calls[each.offset] = made
-        puts = any(source[0] == "attr" and source[2] in _PUTS for source in function)
+        puts = any(source[0] == "attr" and source[2] in PUTS for source in function)
         for value in args:
             if puts:
                 self._store("[]", without_locals(value))
@@ -482,39 +487,6 @@ class _Interpreter(Lookups):
             return True
         stack.extend([NOTHING] * max(0, effect))
         return True
-
-
-_PLAIN_SOURCES = ("const", "global", "attr", "arg", "cell", "item", "op", "var")
-_RESULTS = ("result", "called", "each", "held")
-_PUTS = frozenset("append appendleft add insert extend update setdefault put __setitem__".split())
-
-
-def _root(source: Source) -> Source:
-    """The source of the object that a chain of attributes and entries begins with."""
-    while source[0] in ("attr", "item"):
-        source = source[1]
-    return source
-
-
-def _inner_stores(code: CodeType) -> set[str]:
-    """The variables that functions inside of a function assign."""
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    own = {
-        name
-        for each in inner
-        for made in dis.get_instructions(each)
-        if made.opname == "STORE_DEREF"
-        for name in [made.argval]
-    }
-    return own.union(*map(_inner_stores, inner))
-
-
-def _put(each: Any) -> str:
-    """The name under which a value is kept that an instruction puts into an object: its attribute, or any entry."""
-    if each.opname == "STORE_ATTR":
-        return f".{each.argval}"
-    puts = each.opname in ("LOAD_METHOD", "LOAD_ATTR") and each.argval in _PUTS
-    return "[]" if puts or each.opname == "STORE_SUBSCR" else ""
 
 
 def _stored(each: Any) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ __all__ = [
     "fields_of",
 ]
 __all__ += ["function_or_object", "identity_of", "inner_function", "interesting", "is_alive", "is_changeable"]
-__all__ += ["is_library", "is_ours", "names_of"]
+__all__ += ["is_held", "is_library", "is_ours", "names_of"]
 
 ABSENT, ANY = object(), object()
 """Mark a missing value, and more plain values than are followed one by one."""
@@ -147,6 +147,11 @@ def class_entry(kind: type, name: str) -> Any:
         if name in held:
             return held[name]
     return ABSENT
+
+
+def is_held(value: Any, name: Any) -> bool:
+    """Whether ``getattr`` gives the entry of the object's own dictionary."""
+    return type(name) is str and name in (dict_of(value) or ()) and class_entry(type(value), name) is ABSENT
 
 
 def binds(owner: Any, name: str, function: Any) -> bool:
