@@ -148,13 +148,14 @@ def verdict_on(family: Family) -> tuple[str, str]:
         return "refused", refused
     words = [_differ(wanted[i], _step(module, calls(i), i), exact[i], ROUNDING) for i in range(STEPS)]
     if any(words) and exact[0]:  # float32 may take another branch of a ReLU, float64 seldom does
-        moved = _moved_by_rounding(made()[0].double())
-        eager_in_double = [_step(moved, _wide(calls(i)), i) for i in range(2)]
-        twin = made()[0].double()
+        twin, same, moved = (made()[0].double() for _ in range(3))
         _added(twin, *_wide(calls(0)))
-        words = [
-            _differ(eager_in_double[i], _step(twin, _wide(calls(i)), i), exact[i], ROUNDING / 10) for i in range(2)
-        ]
+        words = []
+        for i in range(2):  # each step from one state: rounding errors of the step before are no fault of this one
+            for each in (same, moved):
+                each.load_state_dict(twin.state_dict())
+            wide = [_step(each, _wide(calls(i)), i) for each in (_moved_by_rounding(moved), twin, same)]
+            words.append(_differ(*wide, ROUNDING / 10))
     for i, each in enumerate(words):
         if each:
             return "WRONG", f"step {i}: {each}"
