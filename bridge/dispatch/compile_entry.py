@@ -148,7 +148,8 @@ def _compile_entry(
                     return None
                 lowered, places = found
                 captured = as_called(lowered.captured, call, len(places))
-            constant = uncounted_statistics(module, captured) if options.freeze else None
+            is_whole = all(spec.sharding is None for spec in captured.module_tensors)  # else local tensors are new ones
+            constant = uncounted_statistics(module, captured) if options.freeze and is_whole else None
             reads = numbers[0].guard.reads if numbers else before.runs[-1] if before.runs else None
             guard = EntryGuard(module, captured, call.tensors, places, constant, reads=reads)
             if guard.frozen is None:

@@ -48,6 +48,11 @@ def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = 
     if any(_has_complex(entry.lowered.captured) for entry in entries):
         problem = Unsupported("complex numbers", type(module).__name__, "have no form in a saved call")
         raise UnsupportedModule(type(module).__name__, [problem])
+    if any(entry.lowered.captured.group for entry in entries):
+        problem = Unsupported(
+            "collectives", type(module).__name__, "name process groups, which another process may lack"
+        )
+        raise UnsupportedModule(type(module).__name__, [problem])
     device = entries[-1].lowered.captured.device
     found = [data_of(entry, module) for entry in entries]
     specs, owned = _tensors(module, entries)

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, save_compiled, stats
 from tests.bridge.distributed_worker import Report, full
 
 WIDTH, HEADS, TOKENS, ROWS, STEPS = 8, 4, 4, 2, 3
@@ -224,11 +224,35 @@ def refused() -> Report:
     return found
 
 
+def other_uses() -> Report:
+    """A second derivative (eager has none through ``from_local``: beside one process's), frozen parameters, a save."""
+    mesh, seen = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for dispatched in (False, True):
+        module, x = made(FeedForward), sample()
+        if dispatched:
+            plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(), "w3": ColwiseParallel()}
+            add_tvm_dispatch(parallelize_module(module, mesh, plan), x)
+        (first,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        seen.append(torch.autograd.grad(first.square().sum(), x)[0])
+    found = {"second": (seen[0] - seen[1]).abs().max().item(), "hits": stats(module).hits}
+    with torch.no_grad():
+        add_tvm_dispatch(module, x, freeze=True)
+        before = module(x)
+        module.w2.bias.to_local().add_(1.0)
+        found["frozen"] = (module(x) - before - 1.0).abs().max().item()
+    try:
+        save_compiled(module, os.devnull + ".none")
+    except UnsupportedModule as refusal:
+        found["saved"] = str(refusal)
+    return found
+
+
 LAYERS: dict[str, Callable[[], Report]] = {
     **{name: lambda name=name: compared(*PLANS[name]) for name in PLANS},
     "sharded": sharded,
     "one misses": one_misses,
     "refused": refused,
+    "other uses": other_uses,
 }
 
 

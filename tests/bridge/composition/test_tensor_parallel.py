@@ -100,3 +100,9 @@ REFUSALS = {
 def test_what_cannot_be_is_refused_by_name(reports, odd):
     for seen in reports["refused"]:
         assert REFUSALS[odd] in seen[odd]
+
+
+def test_other_uses(reports):
+    for seen in reports["other uses"]:
+        assert seen["second"] < TOLERANCE and seen["frozen"] < TOLERANCE and seen["hits"] == 1
+        assert "collectives: name process groups" in seen["saved"]
