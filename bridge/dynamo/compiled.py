@@ -10,10 +10,10 @@ from torch import fx, nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
 from bridge.base.torch_internals import TRANSFORM_MODULES, HigherOrderOperator, storage_id
-from bridge.capture import has_form, one_capture_at_a_time
+from bridge.capture import one_capture_at_a_time
 from bridge.compile import Backend
 from bridge.dispatch import Entry, EntryOptions, backend_of_call, compile_programs
-from bridge.dynamo.graph import DynamoGraph, GraphSizes, graphs_in
+from bridge.dynamo.graph import DynamoGraph, GraphSizes, graphs_in, is_traceable
 from bridge.lowering import lower_once
 from bridge.state import SampleCall
 
@@ -52,7 +52,7 @@ def check_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 def _objection(node: fx.Node) -> str | None:
     """The reason why a node cannot be traced, or ``None``."""
-    if isinstance(node.target, HigherOrderOperator) and not has_form(node.target):
+    if isinstance(node.target, HigherOrderOperator) and not is_traceable(node):
         return "a higher-order operator"
     if node.op == "call_method" and node.target in ("item", "tolist"):
         return "reads numbers from a tensor that the graph computes"

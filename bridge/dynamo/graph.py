@@ -13,7 +13,7 @@ if the results are exactly the same: if it only scales or shifts tensors.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from bridge.base.torch_internals import enter_autocast, exit_autocast, get_data_attribute
-from bridge.capture import ClosedFunction, DynamicDim
+from bridge.capture import ClosedFunction, DynamicDim, has_form
 
 __all__ = [
     "DynamicScalars",
@@ -29,6 +29,7 @@ __all__ = [
     "GraphSizes",
     "graphs_in",
     "inline_checkpoints",
+    "is_traceable",
     "numbers_of",
     "read_directly",
     "sizes_of",
@@ -89,6 +90,7 @@ def _name(size: torch.SymInt, position: int, dimension: int) -> str:
     return str(size) if str(size).isidentifier() else f"input_{position}_{dimension}"
 
 
+_CUSTOM = torch.ops.higher_order.autograd_function_apply
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -121,6 +123,11 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
 def graphs_in(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
     """A graph and all graphs inside: bodies of checkpoints and functions of higher-order operators."""
     return [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+
+
+def is_traceable(node: fx.Node) -> bool:
+    """Whether a higher-order operator can be recorded: as Python, or as a custom Function that writes no operand."""
+    return has_form(node.target) or (node.target is _CUSTOM and not node.kwargs.get("dirty_idx"))
 
 
 class DynamoGraph(nn.Module):
@@ -188,7 +195,33 @@ class _Interpreter(fx.Interpreter):
             return args[0].__exit__(None, None, None)
         if target is get_data_attribute:  # tensor.data cannot be traced
             return args[0].detach()
+        if target is _CUSTOM:
+            return _custom_function(*args[:2], **kwargs)(*args[2:])
         return super().call_function(target, args, kwargs)
+
+
+def _custom_function(
+    forward: Callable[..., Any], backward: Callable[..., Any], non_differentiable_idx: Sequence[int], **_: Any
+) -> Callable[..., Any]:
+    """Dynamo's two graphs of a custom ``autograd.Function`` → a function with that backward."""
+
+    class Custom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            made, kept = forward(*args)
+            is_tensor = [isinstance(each, torch.Tensor) for each in kept]
+            ctx.save_for_backward(*(each if is_one else None for each, is_one in zip(kept, is_tensor, strict=True)))
+            ctx.others = [None if is_one else each for each, is_one in zip(kept, is_tensor, strict=True)]
+            outputs = made if isinstance(made, tuple | list) else (made,)
+            ctx.mark_non_differentiable(*(outputs[place] for place in non_differentiable_idx))
+            return made
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            kept = zip(ctx.saved_tensors, ctx.others, strict=True)
+            return backward(*grads, *(other if tensor is None else tensor for tensor, other in kept))
+
+    return Custom.apply
 
 
 def _is_graph(value: Any) -> bool:

@@ -271,7 +271,7 @@ def only_miss(found):
 
 
 @pytest.mark.composes(
-    "unsupported operators, custom Functions",
+    "unsupported operators",
     "that graph runs eager, with a reason (`bridge.dynamo.backend.graphs()`)",
     section='`torch.compile(model, backend="tvm_dispatch")`',
 )
@@ -291,21 +291,6 @@ def test_a_fallback_leaves_the_other_graphs_in_tvm():
 
     hits, misses = total(compare(function, x(3, 3), calls=2))
     assert hits == 2 and sum(misses.values()) == 2
-
-
-class Tripled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, a):
-        return a.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 3 * grad
-
-
-@pytest.mark.composes("unsupported operators, custom Functions")
-def test_a_custom_function_runs_eager():
-    assert "higher-order" in only_miss(compare(lambda a: Tripled.apply(a) * 2, x(3, 4)))
 
 
 def test_an_in_place_change_of_what_requires_grad_runs_eager():

@@ -113,6 +113,46 @@ def test_more_branches_than_entries_run_eager(made):
     assert graph.stats.hits == 5 and len(graph.stats.entries) == 3 and graph.stats.misses.total() == 1
 
 
+# custom Functions
+
+
+class Scaled(torch.autograd.Function):
+    """A product whose gradients are not its own; a second result without one; a number that is kept."""
+
+    @staticmethod
+    def forward(ctx, x, w, factor):
+        made, sign = x * w * factor, (x > 0).double()
+        ctx.save_for_backward(x, w, made)
+        ctx.factor = factor
+        ctx.mark_non_differentiable(sign)
+        return made, sign
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        x, w, made = ctx.saved_tensors
+        return grad * w * 3 * ctx.factor, (grad * x * made).sum(0) if ctx.needs_input_grad[1] else None, None
+
+
+def custom(m, x):
+    made, sign = Scaled.apply(x.sin(), m.w, 2.0)
+    return made * sign + checkpoint(lambda h: Scaled.apply(h, m.v.detach(), 0.5)[0], made, use_reentrant=False)
+
+
+@pytest.mark.composes(
+    "a custom `autograd.Function`",
+    "compiled with its own backward; one that marks operands as dirty runs eager",
+    section='`torch.compile(model, backend="tvm_dispatch")`',
+)
+def test_a_custom_function_has_its_own_backward(made):
+    module = Calls(custom).double()
+    reference = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="tvm_dispatch", fullgraph=True)
+    for scale in (1, -2):
+        compare(compiled, reference, [scale * ROWS])
+    (graph,) = made()
+    assert graph.stats.hits == 2 and not graph.stats.misses
+
+
 # flex_attention
 
 
