@@ -203,7 +203,17 @@ class Functions(TorchFunctionMode):
 
     def scripts(self) -> AbstractContextManager[None]:
         """While active, TorchScript functions run operator by operator in this thread, without fused kernels."""
-        return replaced_here(ScriptFunction, __call__=lambda original: partial(run_unfused, fakes=self.rules is None))
+        return replaced_here(ScriptFunction, __call__=lambda original: self._script)
+
+    def _script(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        values = self.recorder.values
+        before, values.in_script = values.in_script, True
+        try:
+            result = run_unfused(function, *args, fakes=self.rules is None, **kwargs)
+            self.recorder.adopt(tensor_leaves(result))
+        finally:
+            values.in_script = before
+        return result
 
     def parameters(self) -> AbstractContextManager[None]:
         """While active, a parameter that this thread makes is an alias of its data, detached from the graph."""

@@ -192,9 +192,8 @@ class OperatorRecorder(PreDispatchMode):
         grad = torch.is_grad_enabled()
         if facts.is_fresh:
             return self._literal(func, args, kwargs)
-        if self._expected:
-            args, kwargs = mapped(args, torch.Tensor, self._as_fake), mapped(kwargs, torch.Tensor, self._as_fake)
-            tensors = list(map(self._as_fake, tensors))
+        if self._expected or self.values.in_script:
+            args, kwargs, tensors = self._in_fakes(args, kwargs, tensors)
         if self._openings and is_below_autocast() and (kept := self._casts(func, args)) is not None:
             return kept
         operands = mapped(args, torch.Tensor, self.values.of), mapped(kwargs, torch.Tensor, self.values.of)
@@ -424,6 +423,18 @@ class OperatorRecorder(PreDispatchMode):
             number = self.values.new(result, made=True)
             self.record.literals[number] = args[0].clone() if self.answers is None else args[0]
         return result
+
+    def _in_fakes(self, args: tuple, kwargs: dict[str, Any], tensors: list) -> tuple[tuple, dict[str, Any], list]:
+        if self.values.in_script:
+            self.adopt(tensors)
+        args, kwargs = mapped(args, torch.Tensor, self._as_fake), mapped(kwargs, torch.Tensor, self._as_fake)
+        return args, kwargs, list(map(self._as_fake, tensors))
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Records tensors of a TorchScript function that no operator made as tensors of numbers in the code."""
+        for tensor in tensors:
+            if self.values.number_of(self._as_fake(tensor)) is None:
+                self.expect(tensor, self._literal(aten.lift_fresh.default, (tensor,), {}))
 
     def _place_of_call(self) -> tuple[tuple[str, int] | None, str]:
         """The user's line, and the path of the innermost module that runs."""

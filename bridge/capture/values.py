@@ -34,9 +34,11 @@ class Values:
 
     Attributes:
         distributed: the run's distributed tensors.
+        in_script: whether a TorchScript function runs, whose tensors of numbers no operator makes.
     """
 
     distributed: Any
+    in_script = False
 
     def __init__(
         self,

@@ -91,7 +91,8 @@ def test_what_forward_moves_is_refused_and_not_moved(kind, where, sample, used):
     got, module = outcomes(make, where, moves, used, x, lambda module: refused(module, x, sample))
     assert all(map(torch.equal if sample != "parts" else torch.allclose, got, wanted))
     if not sample:
-        assert sum(stats(module).misses.values()) == 3  # of the module itself; modules inside may be dispatched
+        found = stats(module)  # of the module itself; modules inside may be dispatched
+        assert getattr(found, "parts", None) or sum(found.misses.values()) == 3
 
 
 @pytest.mark.parametrize("where", ["attribute", "list", "global"])

@@ -17,6 +17,18 @@ def scaled(x, times: int = 3, slope: float = 2.0):
     return x
 
 
+@torch.jit.script
+def of_numbers(x, factor: int):
+    """Tensors that no operator makes; transformers' DeBERTa scales by such."""
+    root = torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float) * factor)
+    return x / root.to(dtype=x.dtype)
+
+
+@torch.jit.script
+def number_alone(x, factor: int):
+    return torch.tensor(x.size(-1) * factor)
+
+
 LOADED = torch.jit.CompilationUnit("def shifted(x, by: float = 1.0):\n    return (x + by).tanh() * 2\n")
 
 
@@ -25,6 +37,8 @@ def with_constants(x):
 
 
 MADE = {
+    "tensors of numbers": partial(Applied, of_numbers, factor=3),
+    "a number alone": lambda: Applied(lambda x: x * number_alone(x, 3)),
     "scripted": partial(Applied, scaled, slope=1.5),
     "loaded": partial(Applied, LOADED.shifted, by=0.5),
     "traced": lambda: Applied(torch.jit.trace(lambda x: (x * 2).tanh(), torch.randn(3, 4, dtype=torch.float64))),
