@@ -150,14 +150,14 @@ def prepared(
     device: torch.device,
     memory_format: torch.memory_format = torch.contiguous_format,
     optimizes: bool = False,
-    whole: bool = True,
+    whole: bool | None = None,
 ) -> Peer:
     """A peer before its first step.
 
     Args:
         name: ``ours`` or one of :data:`PEERS`.
         optimizes: whether a step ends with that of a fused AdamW.
-        whole: whether ours is the module as a whole, or its parts.
+        whole: whether ours is the module as a whole, or its parts; ``None``: a module that draws decide is in parts.
     """
     torch.manual_seed(0)
     module = make().to(device, precision.dtype, memory_format=memory_format).train()

@@ -85,36 +85,37 @@ class Parent:
 class Memory:
     """Bytes that each peer holds between steps and at its peak; on a GPU by torch's allocator, which all peers share.
 
+    Garbage is collected before each count: what one peer leaves would be freed in another's step.
+
     Attributes:
-        held: bytes that a peer's steps leave, with parameters, moments and recorded graphs' memory.
-        peak: the same plus the largest excess in any step but the first.
+        excess: the most bytes that a step takes beyond those before it.
+        peak: the excess, and the bytes that are free when the peer has gone: parameters, gradients, moments, recorded
+            graphs' memory.
     """
 
     device: torch.device
-    held: Counter[str] = field(default_factory=Counter)
+    excess: Counter[str] = field(default_factory=Counter)
     peak: Counter[str] = field(default_factory=Counter)
 
-    @contextmanager
-    def of(self, name: str, counts: bool = True) -> Iterator[None]:
-        """While active, allocations count for this peer; ``counts``: also for its peak."""
+    def count(self, name: str, step: Step) -> None:
+        """Runs a step and counts its excess."""
         if self.device.type != "cuda":
-            yield
+            step()
             return
-        before = torch.cuda.memory_allocated()
+        before = _allocated()
         torch.cuda.reset_peak_memory_stats()
-        yield
-        if counts:
-            self.peak[name] = max(self.peak[name], self.held[name] + torch.cuda.max_memory_allocated() - before)
-        self.held[name] += torch.cuda.memory_allocated() - before
+        step()
+        torch.cuda.synchronize()
+        self.excess[name] = max(self.excess[name], torch.cuda.max_memory_allocated() - before)
 
-    def step(self, name: str, step: Step) -> Step:
-        """The step with its memory counted."""
-
-        def run() -> None:
-            with self.of(name):
-                step()
-
-        return run
+    def free(self, peers: dict[str, Peer], name: str) -> None:
+        """Frees a peer; on a GPU, counts what it held."""
+        if self.device.type != "cuda":
+            del peers[name]
+            return
+        before = _allocated()
+        del peers[name]
+        self.peak[name] = before - _allocated() + self.excess[name]
 
     def profiled(self, name: str, peer: Peer) -> None:
         """On a CPU: counts one more step, by torch's profiler, with the arenas of our programs."""
@@ -216,7 +217,7 @@ class Model:
         with self.device:
             return self.listed.make(), self.listed.batch(self.rows)
 
-    def prepared(self, name: str, module: nn.Module, batch: Batch, whole: bool = True) -> Peer:
+    def prepared(self, name: str, module: nn.Module, batch: Batch, whole: bool | None = None) -> Peer:
         """A peer before its first step."""
         precision = PRECISIONS[PRECISION_NAMES[self.precision]]
         return prepared(name, lambda: module, batch, precision, self.device, optimizes=True, whole=whole)
@@ -273,7 +274,7 @@ def _measured(model: Model, groups: Sequence[Sequence[str]], row: Row) -> None:
             for name in names:
                 if name != "eager" and "eager" in row["errors"]:
                     continue  # eager does not train it: nothing to compare
-                peers |= _first_step(model, name, judge, memory, row)
+                peers |= _first_step(model, name, judge, row)
             if not peers:
                 continue
             try:
@@ -283,30 +284,30 @@ def _measured(model: Model, groups: Sequence[Sequence[str]], row: Row) -> None:
                 if not _lacks_room(error) or _is_everybodys(model, row, names[0]):
                     raise
                 row["errors"][names[0]] = _words(error)
-            row.update({f"{name}_peak_bytes": memory.peak[name] for name in peers})
-            model.parent.tell(row=row)
             for name in peers.keys() & OURS.keys():
                 row.update(_calls(peers[name]))
-            peers.clear()
+            for name in list(peers):
+                memory.free(peers, name)
+                row[f"{name}_peak_bytes"] = memory.peak[name]
+            model.parent.tell(row=row)
             _emptied()
 
 
-def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row: Row) -> dict[str, Peer]:
+def _first_step(model: Model, name: str, judge: Judge | str, row: Row) -> dict[str, Peer]:
     """A peer by its name after one step; the row gets its seconds and distance from the judge; empty if it raised."""
-    for whole in (True, False) if name in OURS else (True,):
+    for whole in (None, False) if name in OURS else (None,):
         try:
-            with memory.of(name, counts=False):
-                module, batch = model.made()
-                begun = model.parent.clock()
-                with interrupted_after(model.patience, model.parent.stopped):
-                    peer = model.prepared(name, module, batch, whole)
-                    peer.step()
-                    if model.device.type == "cuda":
-                        torch.cuda.synchronize()
-                row[f"{name}_first_s"] = model.parent.clock() - begun
-                del module, batch
+            module, batch = model.made()
+            begun = model.parent.clock()
+            with interrupted_after(model.patience, model.parent.stopped):
+                peer = model.prepared(name, module, batch, whole)
+                peer.step()
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize()
+            row[f"{name}_first_s"] = model.parent.clock() - begun
+            del module, batch
         except UnsupportedModule as refusal:
-            row["refused" if whole else "parts_refused"] = _words(refusal)
+            row["refused" if whole is None else "parts_refused"] = _words(refusal)
             continue
         except Exception as error:
             if _lacks_room(error) and _is_everybodys(model, row, name):
@@ -315,10 +316,9 @@ def _first_step(model: Model, name: str, judge: Judge | str, memory: Memory, row
             break
         if isinstance(judge, Judge):
             row.update(judge.look_at(name, peer))
-        with memory.of(name, counts=False):  # other models compile meanwhile; what the first step leaves is the peer's
-            for leaf in peer.leaves:
-                leaf.grad = None
-            _emptied()
+        for leaf in peer.leaves:  # other models compile meanwhile
+            leaf.grad = None
+        _emptied()
         model.parent.tell(row=row)
         return {name: peer}
     return {}
@@ -332,11 +332,11 @@ def _is_everybodys(model: Model, row: Row, name: str) -> bool:
 def _times(peers: Mapping[str, Peer], model: Model, memory: Memory) -> Row:
     """Milliseconds of a step, synchronised and in a run of steps, and peaks; as many turns as time allows."""
     steps: dict[str, Step] = {name: peer.step for name, peer in peers.items()}
-    counted = {name: memory.step(name, step) for name, step in steps.items()}
     if model.device.type == "cuda":
-        settle(counted)
+        settle(steps)
     for name, peer in peers.items():
-        counted[name]()
+        for _ in range(2):  # the first may allocate what the turns of others have moved
+            memory.count(name, peer.step)
         if model.device.type != "cuda":
             memory.profiled(name, peer)
     turn = sum(by_turns(steps, 1, ahead=False, warm_up=1).values())
@@ -364,6 +364,12 @@ def _calls(peer: Peer) -> Row:
     if parts is not None:
         row |= {"parts": len(parts), "coverage": counted.coverage}
     return row
+
+
+def _allocated() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
 
 
 def _emptied() -> None:

@@ -139,19 +139,18 @@ def test_the_judge_names_a_gradient_that_is_further():
 
 
 def test_memory_is_counted_by_peer(monkeypatch):
-    allocated, most = iter([100, 160, 160, 160, 160, 190, 190, 185]), iter([290, 200])
+    """Garbage that a peer leaves goes before the next count, and counts for nobody."""
+    allocated, most = iter([160, 190, 190, 100, 100, 75]), iter([290, 200])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(most))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    memory = public_model.Memory(torch.device("cuda"))
-    with memory.of("eager", counts=False):  # 60 stay
-        pass
-    memory.step("eager", lambda: None)()  # 130 more at the most
-    with memory.of("ours", counts=False):  # another 30
-        pass
-    memory.step("ours", lambda: None)()  # 10 more at the most, 5 fewer afterwards
-    assert memory.peak == {"eager": 60 + 130, "ours": 30 + 10}
-    assert memory.held == {"eager": 60, "ours": 25}
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    memory, peers = public_model.Memory(torch.device("cuda")), {"eager": None, "ours": None}
+    memory.count("eager", lambda: None)  # 130 more at the most
+    memory.count("ours", lambda: None)  # 10 more at the most
+    for name in list(peers):  # 90 and 25 are theirs
+        memory.free(peers, name)
+    assert memory.peak == {"eager": 90 + 130, "ours": 25 + 10} and not peers
 
 
 class Waits:

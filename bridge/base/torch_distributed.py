@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import find, no_torch_function
 
 __all__ = ["FROM_LOCAL", "REDISTRIBUTE", "TO_LOCAL", "Sharding", "changes_dtype", "entering", "gathered", "greatest"]
@@ -174,7 +175,7 @@ def greatest(numbers: Sequence[int], group: str) -> list[int]:
     """The greatest of each number over a process group; on the host, if the group has a backend for it."""
     resolved = _resolved(group)
     kinds = {each.type for each in resolved._device_types}
-    device = torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))
+    device = torch.device(HOST.type if HOST.type in kinds else next(iter(kinds)))
     made = torch.tensor(numbers, device=device)
     torch.distributed.all_reduce(made, torch.distributed.ReduceOp.MAX, resolved)
     return made.tolist()

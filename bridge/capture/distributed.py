@@ -15,6 +15,7 @@ uses of a gathered sequence have partial gradients, the backward is one reduce-s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -139,9 +140,15 @@ class DistributedTensors:
     """
 
     def __init__(self, recorder: Any):
-        self._recorder = recorder
+        self._held = weakref.ref(
+            recorder
+        )  # the recorder has this object: what a run reads ends with it, not at a collection
         self._known: dict[int, _Known] = {}
         self._inside: dict[int, torch.Tensor] = {}
+
+    @property
+    def _recorder(self) -> Any:
+        return self._held()
 
     def own(self, tensors: Iterable[tuple[str, Any, torch.Tensor]]) -> None:
         """Notes the module's DTensors and their local tensors, which are inputs of the run."""

@@ -38,7 +38,6 @@ OTHERS = {
     "compile.cuda.memory._SPARE": "memory in use",
     "compile.runtime.build._RUNNING": ACTIVE,
     "compile.translate.builder.TRANSLATIONS": TABLES,
-    "dispatch.compile_entry._TUNERS": ACTIVE,
     "dispatch.parts._PARTS": "models of the user's, dispatched in parts",
     "dynamo.backend._GRAPHS": "graphs of the user's, as long as Dynamo has them",
     "guards.functions._hearing": ACTIVE,

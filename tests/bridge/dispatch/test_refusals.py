@@ -207,7 +207,7 @@ def test_refused_by_name_and_line(kind, name, source):
     module = kind()
     x = torch.randn(6, 6)
     with pytest.raises(UnsupportedModule) as caught:
-        add_tvm_dispatch(module, x)
+        add_tvm_dispatch(module, x, whole=True)
     text = str(caught.value)
     assert caught.value.ops
     assert name in text, f"{name!r} is not named in:\n{text}"
@@ -243,7 +243,7 @@ def test_module_is_untouched_after_a_refusal(kind):
     parameters = dict(module.named_parameters())
 
     with pytest.raises(UnsupportedModule):
-        add_tvm_dispatch(module, x)
+        add_tvm_dispatch(module, x, whole=True)
 
     assert torch.equal(torch.get_rng_state(), generator)
     assert torch.equal(x, given), "the sample input was changed"
