@@ -30,8 +30,8 @@ from bridge.capture.custom_functions import CustomFunctions
 from bridge.capture.distributed import distributed_of
 from bridge.capture.functions import Functions
 from bridge.capture.outputs import values_of, with_wholes
-from bridge.capture.prepared_twin import PreparedTwin, own_leaves, with_attributes
-from bridge.capture.real_run import RealRun, attributes_of, paths_of, saved_here
+from bridge.capture.prepared_twin import PreparedTwin, attributes_of, own_leaves, paths_of, with_attributes
+from bridge.capture.real_run import RealRun, saved_here
 from bridge.capture.recorder import OperatorRecorder
 from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, renamed, values_in
 from bridge.capture.sample import ALL_COUNTS, DynamicDim

@@ -28,9 +28,9 @@ from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.rows import memory_of
 from bridge.capture.twin import Twin
 from bridge.guards import in_its_place
-from bridge.state import Snapshot
+from bridge.state import Snapshot, own_attributes
 
-__all__ = ["PreparedTwin", "Protected", "copier", "own_leaves", "with_attributes"]
+__all__ = ["PreparedTwin", "Protected", "attributes_of", "copier", "own_leaves", "paths_of", "with_attributes"]
 
 
 class PreparedTwin:
@@ -214,3 +214,19 @@ class Protected:
             storage.copy_(before)
         for tensor, version in reversed(self._versions):  # ends with the first one; views have their base's counter
             set_version_counters((tensor,), (version,))
+
+
+def paths_of(module: nn.Module) -> dict[int, str]:
+    return {id(each): path for path, each in module.named_modules()}
+
+
+def attributes_of(module: nn.Module, known: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that are plain attributes of modules, by path; each once."""
+    seen = set(map(id, known))
+    found: dict[str, torch.Tensor] = {}
+    for path, each in module.named_modules():
+        for name, value in own_attributes(each):
+            if isinstance(value, torch.Tensor) and id(value) not in seen:
+                seen.add(id(value))
+                found[f"{path}.{name}" if path else name] = value
+    return found

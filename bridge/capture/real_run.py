@@ -39,15 +39,15 @@ from bridge.capture.outputs import (
     whole_tensors,
     with_wholes,
 )
-from bridge.capture.prepared_twin import PreparedTwin, Protected, copier, own_leaves
+from bridge.capture.prepared_twin import PreparedTwin, Protected, attributes_of, copier, own_leaves, paths_of
 from bridge.capture.recorder import OperatorRecorder
 from bridge.capture.rows import Record, ValueRef, values_in
 from bridge.capture.thread_isolation import as_loud_as_eager
 from bridge.capture.values import Values
 from bridge.guards import ADDRESSES, Place, Reads, recorded_reads, told_otherwise
-from bridge.state import ModuleTensor, hooks_of, module_tensors, own_attributes
+from bridge.state import ModuleTensor, hooks_of, module_tensors
 
-__all__ = ["Given", "RealRun", "attributes_of", "paths_of", "real_run_of", "saved_here"]
+__all__ = ["Given", "RealRun", "real_run_of", "saved_here"]
 
 
 class Given:
@@ -208,22 +208,6 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def paths_of(module: nn.Module) -> dict[int, str]:
-    return {id(each): path for path, each in module.named_modules()}
-
-
-def attributes_of(module: nn.Module, known: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that are plain attributes of modules, by path; each once."""
-    seen = set(map(id, known))
-    found: dict[str, torch.Tensor] = {}
-    for path, each in module.named_modules():
-        for name, value in own_attributes(each):
-            if isinstance(value, torch.Tensor) and id(value) not in seen:
-                seen.add(id(value))
-                found[f"{path}.{name}" if path else name] = value
-    return found
-
-
 def real_run_of(
     module: nn.Module,
     args: tuple,
@@ -249,8 +233,12 @@ def real_run_of(
     given = Given(module, args, kwargs)
     prepared = PreparedTwin(module, lambda each: each if is_distributed(each) else given.own(each), watched=True)
     given.complete(prepared.module)
-    watch = _Watch(given, prepared, saves, writing)
-    result, left = watch.run(module, origin), None
+    watch, left = _Watch(given, prepared, saves, writing), None
+    try:
+        result = watch.run(module, origin)
+    except Exception as error:
+        watch.explain(error, type(module).__name__)
+        raise
     if kept is not None:
         kept = kept.of(prepared.twin)
         left = kept.values()
@@ -342,6 +330,16 @@ class _Watch:
                 result = prepared(*args, **kwargs)
             calls.finish(result)
         return result
+
+    def _told_otherwise(self, module_name: str) -> list[Unsupported]:
+        given, first = self.given, len(self.given.owned)
+        callers = zip(range(first, first + len(given.arguments)), given.callers, given.arguments, strict=True)
+        return [*told_otherwise(self.observation.reads, [*callers], given.real_tensors, module_name)]
+
+    def explain(self, error: Exception, name: str) -> None:
+        """Raises a refusal in place of forward's error if forward read what is not eager's."""
+        if not isinstance(error, UnsupportedModule) and self.observation.reads and (it := self._told_otherwise(name)):
+            raise UnsupportedModule(name, it) from error
 
     def judge(self, module_name: str) -> None:
         """Notes changes by the run to its inputs and to modes, and which inputs autograd saves."""
@@ -440,9 +438,7 @@ class _Watch:
         if not self.calls.reads_addresses:  # mentioned in a branch that did not run
             for each in [each for each in observation.reads.tensors.asked if each[1] in ADDRESSES]:
                 del observation.reads.tensors.asked[each]
-        places = range(len(given.owned), len(given.owned) + len(given.arguments))
-        callers = list(zip(places, given.callers, given.arguments, strict=True))
-        rules.unsupported += told_otherwise(observation.reads, callers, given.real_tensors, module_name)
+        rules.unsupported += self._told_otherwise(module_name)
         asked = [place for place, each in enumerate(given.inputs) if id(each) in rules.without_grad]
         observation.reads.tensors.asked.update(((place, "grad"), None) for place in asked)
         _in_order(observation, {place: index for index, place in enumerate(run.order)})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge import add_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.base.errors import DispatchMiss
 
 
@@ -97,3 +97,29 @@ def test_how_an_argument_is_stored_is_a_condition_where_forward_asks_for_it(aske
     for other, hits in ((y.clone(), 1), (torch.ones(4, dtype=torch.complex64)[:3].conj(), 1)):
         torch.testing.assert_close(module(x, other), module.forward(x, other))
         assert stats(module).hits == hits, dict(stats(module).misses)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.grad_fn is not None,
+        lambda x: x.grad_fn.name() == "MulBackward0",
+        lambda x: type(x.grad_fn.next_functions[0][0]).__name__ == "AccumulateGrad",
+    ],
+    ids=["whether it has one", "its name", "behind it"],
+)
+def test_an_arguments_history_is_refused_by_name(read):
+    """Also where forward would raise: the recorded run's own argument has no history."""
+
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.linear(x) if read(x) else x
+
+    module, x = Asks(), torch.randn(2, 3, requires_grad=True) * 2
+    assert module(x) is not x
+    with pytest.raises(UnsupportedModule, match="grad_fn of an argument"):
+        add_tvm_dispatch(module, x)
