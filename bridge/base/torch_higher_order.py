@@ -17,6 +17,7 @@ from bridge.base.torch_internals import HigherOrderOperator, find, frames_compil
 from bridge.base.torch_recording import no_python_kernels
 
 __all__ = [
+    "INDEX",
     "BlockMask",
     "flex_attention_casts",
     "indexing_by_tensors",
@@ -38,6 +39,8 @@ _TAKEN = {"flex_attention": 7}
 
 
 _INDEXING = "torch._dynamo._trace_wrapped_higher_order_op"
+INDEX: type = find(f"{_INDEXING}.ModIndex")
+"""The Function of indexing by tensors, whose ``apply`` is looked up at each call since torch 2.14."""
 _requires_grad = torch.Tensor.requires_grad.__get__
 _BETWEEN = 8
 """Frames between a mode of torch functions and the caller of a function: other modes, such as ``torch.device``."""
@@ -93,7 +96,7 @@ def indexing_by_tensors() -> TorchFunctionMode:
 
 def is_indexing(op: Any, args: tuple) -> bool:
     """Whether a higher-order operator is that indexing, a function with a backward of torch's own, under ``vmap``."""
-    return op.name() == "custom_function_call" and args[0] is find(f"{_INDEXING}.ModIndex")
+    return op.name() == "custom_function_call" and args[0] is INDEX
 
 
 def is_check_of_devices(func: Any) -> bool:

@@ -34,6 +34,7 @@ from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
 from bridge.base.modes import replaced
 from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function, node_class
+from bridge.base.torch_higher_order import INDEX
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
 from bridge.capture.autograd_uses import SavedTensorsNeededError
 from bridge.capture.rows import values_in, written
@@ -370,7 +371,8 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any], distribut
         into = getattr(_thread, "distributed", None)
         if into is not None and (made := into.applied(kind, args)) is not NotImplemented:
             return made
-        if current is None or not torch.is_grad_enabled() or kind.__name__.startswith(GENERATED):
+        is_torchs = kind is INDEX or kind.__name__.startswith(GENERATED)
+        if current is None or not torch.is_grad_enabled() or is_torchs:
             return apply_function(kind, args, kwargs)
         with _passed_to(None):
             return current(kind, args, kwargs)

@@ -9,6 +9,7 @@ Function. Operands that the taken branch does not use get zero gradients, and ma
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -217,6 +218,10 @@ class HigherOrder:
         return pytree.tree_unflatten(leaves, spec)
 
 
+_INSIDE = re.compile(r"with fake tensors: .*: got (\w+\(.*\))$", re.DOTALL | re.MULTILINE)
+"""The error of an operator that Dynamo runs on fake tensors, in the text of Dynamo's own."""
+
+
 def _traced(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves((args, kwargs))
     if any(isinstance(each, ClosedFunction) for each in leaves):
@@ -228,6 +233,7 @@ def _traced(op: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         swallowed(error)
         first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         said = f"{first} {rest[0]}" if first.endswith(":") and rest else first
+        said += "".join(f": {each}" for each in _INSIDE.findall(str(error)))
         raise _NotExactError(f"is refused by Dynamo, by which eager runs it: {type(error).__name__}: {said}") from error
 
 
