@@ -22,16 +22,16 @@ _ops.py overrides.py library.py _library _subclasses fx _prims _prims_common _re
 _guards.py _higher_order_ops _functorch _dispatch _jit_internal.py _logging utils/_python_dispatch.py
 utils/_pytree.py utils/_contextlib.py utils/_device.py utils/_cxx_pytree.py utils/_stats.py _compile.py _dynamo
 _inductor _C autograd jit _export export nn/modules/module.py _classes.py _vmap_internals.py package
-distributed/tensor/_ distributed/tensor/placement_types.py distributed/device_mesh.py distributed/distributed_c10d.py
+distributed/tensor/_ distributed/tensor/placement_types.py
 """.split()
 LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PYTHONS = "logging warnings.py tempfile.py importlib abc.py typing.py re/ sre_".split()
 _PYTHONS += "inspect.py linecache.py traceback.py tokenize".split()
 _PROCESSES = "util.py context.py synchronize.py process.py popen resource".split()
 _PYTHONS += [f"multiprocessing/{each}" for each in _PROCESSES]
-CALLED = tuple(
-    os.path.join(TORCH_DIR, each) for each in ("utils/_config_module.py", "utils/weak.py", "hub.py", "storage.py")
-)
+_CALLED = "utils/_config_module.py utils/weak.py hub.py storage.py distributed/device_mesh.py"
+_CALLED += " distributed/distributed_c10d.py"
+CALLED = tuple(os.path.join(TORCH_DIR, each) for each in _CALLED.split())
 """Files of torch that are machinery where machinery calls them, as Python's library is."""
 CALLING = tuple(
     os.path.join(TORCH_DIR, each)

@@ -192,6 +192,8 @@ dictionary of what a comprehension gives: L = threading.local(); L.k = [2.]
   | dict([b for a, b in H.items()][0])['v'].k[0] | L.k = [3.]
 table in a table: H = {i: [float(i)] * 3 for i in range(90)} | 2. + sum(v[1] for v in H.values()) | H[70][1] = 3.
 key of a table: H = {f'k{i}': float(i) for i in range(90)} | sum(H.values()) | H['k70'] = 3.
+process group: | 2. + torch.distributed.is_initialized()
+  | torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
 format_map: H = NS(d={'k': 2}) | float('{k}'.format_map(getattr(H, 'd'))) | H.d['k'] = 3
 """
 HITS = """
@@ -273,6 +275,8 @@ def put_back(monkeypatch):
     before, context = set(sys.modules), decimal.getcontext().copy()
     yield
     decimal.setcontext(context)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     for name in set(sys.modules) - before:
         if name.startswith(("tests_", "read_", "user_")):
             del sys.modules[name]
