@@ -8,9 +8,9 @@ operator runs on local tensors, as a row like any other. Gradients are those of 
   contribution, and the sum over the ranks is the gradient;
 * any other argument has a gradient that is placed like itself; a partial value's gradient is replicated.
 
-A change of placements is one operator, ``tvm_dispatch::collective``, with what it does in the forward and what its
-gradient does. Which of the two gradients a value gets is known when it is used, so its tensor is made then: where all
-uses of a gathered sequence have partial gradients, the backward is one reduce-scatter, as in eager.
+A change of placements is one operator, ``tvm_dispatch::collective``, which names its move and its gradient's move.
+Which of the two gradients a value gets is known when it is used, so its tensor is made then: where all uses of a
+gathered sequence have partial gradients, the backward is one reduce-scatter, as in eager.
 """
 
 from __future__ import annotations

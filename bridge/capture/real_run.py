@@ -337,7 +337,7 @@ class _Watch:
         return [*told_otherwise(self.observation.reads, [*callers], given.real_tensors, module_name)]
 
     def explain(self, error: Exception, name: str) -> None:
-        """Raises a refusal in place of forward's error if forward read what is not eager's."""
+        """Raises a refusal in place of forward's error if an argument told forward something else than in eager."""
         if not isinstance(error, UnsupportedModule) and self.observation.reads and (it := self._told_otherwise(name)):
             raise UnsupportedModule(name, it) from error
 

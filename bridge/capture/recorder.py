@@ -433,8 +433,9 @@ class OperatorRecorder(PreDispatchMode):
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Records tensors of a TorchScript function that no operator made as tensors of numbers in the code."""
         for tensor in tensors:
-            if self.values.number_of(self._as_fake(tensor)) is None:
-                self.expect(tensor, self._literal(aten.lift_fresh.default, (tensor,), {}))
+            is_new = self.values.number_of(self._as_fake(tensor)) is None
+            if is_new and (lifted := self._literal(aten.lift_fresh.default, (tensor,), {})) is not tensor:
+                self.expect(tensor, lifted)
 
     def _place_of_call(self) -> tuple[tuple[str, int] | None, str]:
         """The user's line, and the path of the innermost module that runs."""

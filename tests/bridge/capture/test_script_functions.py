@@ -19,7 +19,7 @@ def scaled(x, times: int = 3, slope: float = 2.0):
 
 @torch.jit.script
 def of_numbers(x, factor: int):
-    """Tensors that no operator makes; transformers' DeBERTa scales by such."""
+    """Tensors that no operator makes; transformers' DeBERTa scales by one."""
     root = torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float) * factor)
     return x / root.to(dtype=x.dtype)
 

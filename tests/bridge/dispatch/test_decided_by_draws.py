@@ -120,7 +120,7 @@ class Dropped(Straight):
 
 
 class Biased(Straight):
-    """The first layer that runs makes what later ones get (T5's bias of positions)."""
+    """The first layer that runs makes an argument of later ones (T5's bias of positions)."""
 
     def __init__(self, draw):
         super().__init__(draw)
