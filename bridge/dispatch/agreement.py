@@ -1,8 +1,7 @@
 """Agreement: a call of a module with collectives → whether all processes of the group run the same entry.
 
-A compiled call needs fewer collectives than eager: one sum of gradients where eager sums each. A process that runs
-eager beside one that does not would exchange the wrong tensors. So the processes compare their choices first; where
-they differ, each runs eager, whose collectives are the same everywhere. That costs one exchange of two numbers.
+A compiled call needs fewer collectives than eager: a process that ran eager beside it would exchange the wrong tensors.
+So the processes compare their choices first, by one exchange of two numbers; where they differ, each runs eager.
 """
 
 from __future__ import annotations
