@@ -26,9 +26,9 @@ from autodiff.ir import Expr
 from bridge.aten.complex_value import Complex, joined_form
 from bridge.aten.registry import UnsupportedUse, converts, lies_elsewhere
 from bridge.base.errors import swallowed
-from bridge.base.torch_internals import OpOverload, aten, pytree, schema, storage_id
+from bridge.base.torch_internals import OpOverload, aten, implements_composite, pytree, schema, storage_id
 from bridge.base.torch_shapes import SYMBOLIC
-from bridge.capture import WHOLE, WHOLE_FUNCTIONS, TensorMetadata
+from bridge.capture import WHOLE, TensorMetadata
 
 __all__ = ["check_functional", "computed_from", "describe", "whole"]
 
@@ -152,7 +152,8 @@ def _refuse_without_gradient(node: fx.Node) -> None:
 
 
 def _saved_results(node: fx.Node) -> list[int]:
-    """Indices of the results that autograd saves, by a run on meta tensors; all float results if that run fails."""
+    """Indices of the results that autograd saves, by a run on meta tensors. If that run fails: none of a composite
+    operator, whose results may be views of what it saves; else all float results."""
     made = node.meta["val"]
     results = list(made) if isinstance(made, tuple | list) else [made]
     places = [place for place, each in enumerate(results) if each.dtype.is_floating_point]
@@ -170,25 +171,20 @@ def _saved_results(node: fx.Node) -> list[int]:
             made = node.target(*fx.map_arg(node.args, plain), **fx.map_arg(node.kwargs, plain))
     except Exception as error:  # noqa: BLE001 - any error that torch raises for meta tensors
         swallowed(error)
-        return places
+        return [] if implements_composite(node.target) else places
     made = made if isinstance(made, tuple | list) else [made]
     return [place for place, each in enumerate(made) if storage_id(each) in seen and not each.is_complex()]
 
 
-@converts(*WHOLE, *WHOLE_FUNCTIONS)
+@converts(*WHOLE)
 def whole(importer, node, *args, **kwargs):
     _refuse_without_gradient(node)
     if any(map(lies_elsewhere, _tensors(node))):
         raise UnsupportedUse(f"{node.target} on the host beside a GPU's tensors")
-    name = str(node.target)
-    if node.target in WHOLE_FUNCTIONS:
-        computed = WHOLE_FUNCTIONS[node.target]
-        if isinstance(computed.operator, OpOverload):  # otherwise the name is this project's
-            name, (args, kwargs) = str(computed.operator), computed.call(args)
     text, tensors = describe(args, kwargs, _saved_results(node))
     tensors = [importer.whole_of(tensor) for tensor in tensors]
     forms = fx.node.map_aggregate(node.meta["val"], joined_form)
-    made = importer.library("operator", [name, text, *tensors], forms)
+    made = importer.library("operator", [str(node.target), text, *tensors], forms)
     if not isinstance(forms, tuple | list):
         return made
     return tuple(importer.item(made, index) for index in range(len(forms)))

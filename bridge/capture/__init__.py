@@ -35,7 +35,6 @@ from bridge.capture.steady_call import loops_tell
 from bridge.capture.symbolic_sizes import TensorMetadata
 from bridge.capture.thread_isolation import CAPTURES, is_capturing, is_traced_here, one_capture_at_a_time
 from bridge.capture.twin import Twin
-from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 
 __all__ = [
     "ALL_COUNTS",
@@ -61,7 +60,7 @@ __all__ += [
     "STOP_GRADIENT",
     "TANGENT",
 ]
-__all__ += ["UNKNOWN", "UPSAMPLES", "WHOLE", "WHOLE_FUNCTIONS", "WITH_GRADIENT", "Captured", "Counter", "Draw"]
+__all__ += ["UNKNOWN", "UPSAMPLES", "WHOLE", "WITH_GRADIENT", "Captured", "Counter", "Draw"]
 __all__ += ["CapturedArguments", "CapturedNames", "ClosedFunction"]
 __all__ += ["DropoutOperand", "DynamicDim", "IsolatedRNG", "KeptPlace", "LoopedCall", "NotArithmeticError"]
 __all__ += ["NumberPlace", "Observation", "OperatorCall", "Output", "Parameter", "PreCallExpression", "RecordedCall"]

@@ -54,6 +54,7 @@ from bridge.capture.rows import key_of, mapped
 from bridge.capture.select_at import AS_STRIDED
 from bridge.capture.symbolic_run import POOLINGS
 from bridge.capture.training_graph import SizeNodes, TrainingGraph
+from bridge.capture.whole_functions import SHAPES
 
 __all__ = ["RAN", "FunctionalGraph", "NotFunctional", "drop_unused", "functional_graph"]
 
@@ -396,8 +397,10 @@ class _Emitter(BelowFunctionalMode):
                 made = composite_kernel(func, *args, **kwargs)
             if made is not NotImplemented:
                 return made
-        with python_kernels() if self.symbolic else nullcontext():  # some in C++ take symbolic sizes for numbers
-            result = func(*args, **kwargs)
+        result = SHAPES[func](*args, **kwargs) if func in SHAPES else NotImplemented
+        if result is NotImplemented:
+            with python_kernels() if self.symbolic else nullcontext():  # some in C++ take symbolic sizes for numbers
+                result = func(*args, **kwargs)
         given_args, given_kwargs = pytree.tree_map_only((torch.Tensor, *SYMBOLIC), self._operand, (args, kwargs))
         node = self.emitted(func, given_args, given_kwargs, result)
         if isinstance(result, torch.Tensor):

@@ -27,6 +27,7 @@ from bridge.capture.opened import LAYERED
 from bridge.capture.passes.decompositions import UPSAMPLES
 from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, mapped, renamed
 from bridge.capture.sample import DynamicDim
+from bridge.capture.whole_functions import SHAPES
 
 __all__ = ["POOLINGS", "Symbols", "symbolic_leaf"]
 
@@ -157,6 +158,12 @@ def _made(form: Form, shape: Sequence[Any]) -> torch.Tensor:
     return made.requires_grad_().clone() if form.requires_grad else made
 
 
+def _whole(like: Callable[..., Any], forms: Sequence[Form], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """An operator that stays whole: an empty result (:data:`bridge.capture.whole_functions.SHAPES`)."""
+    made = like(*args, **kwargs)
+    return made if made is NotImplemented else _made(forms[0], made.shape)
+
+
 def _max_pool1d(
     x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, up=False
 ) -> torch.Tensor:
@@ -231,6 +238,7 @@ _INSIDE: dict[Any, Callable[..., Any]] = {packet.vec: partial(_upsampled, packet
 FORMULAS: dict[Any, Callable[..., Any]] = {
     **{op: partial(lambda pooled, forms, *args: pooled(*args), pooled) for op, pooled in POOLINGS.items()},
     **dict.fromkeys(LAYERED, _layers),
+    **{op: partial(_whole, like) for op, like in SHAPES.items()},
     aten.fill_diagonal_.default: _diagonal_filled,
     **dict.fromkeys((aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default), _placed),
     aten.as_strided_scatter.default: lambda forms, x, written, *places: _placed(forms, x, *places),

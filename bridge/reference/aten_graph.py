@@ -31,7 +31,7 @@ from bridge.capture import (
     SLOPE_DRAWS,
     STOP_GRADIENT,
     TANGENT,
-    WHOLE_FUNCTIONS,
+    WHOLE,
     WITH_GRADIENT,
     Captured,
     Draw,
@@ -148,7 +148,7 @@ _VIEWS = {
 _OURS = "tvm_dispatch"
 _LAYERS = (RECURRENT_LAYERS, PACKED_LAYERS)
 _TORCH_HAS = (STOP_GRADIENT, OVERWRITTEN, CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT)
-_TORCH_HAS += (COLLECTIVE, *_LAYERS, *WHOLE_FUNCTIONS, *LOOP_MARKS)
+_TORCH_HAS += (COLLECTIVE, *_LAYERS, *WHOLE, *LOOP_MARKS)
 """Operators of this package that run as torch's own."""
 _RUNNING = 3, 4
 """Positions of the running statistics among the arguments, and of the new ones among the results."""
@@ -323,8 +323,6 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return written
     if node.target is _BATCH_NORM and args[3] is None:
         return (*aten.native_batch_norm.default(*args[:3], None, None, *args[5:]), None, None)
-    if node.target in WHOLE_FUNCTIONS:  # ours has no second derivative; torch's has one, or raises
-        return WHOLE_FUNCTIONS[node.target](*args)
     if node.target is PACKED_LAYERS:
         return packed_layers(*args)
     if node.target is RECURRENT_LAYERS:  # an operator without a kernel: torch's of that name

@@ -26,6 +26,7 @@ from bridge.base.torch_internals import (
 from bridge.capture.loops.operators import MARKS
 from bridge.capture.opened import LAYERED
 from bridge.capture.passes.alias_analysis import told
+from bridge.capture.whole_functions import SHAPES
 
 __all__ = ["CELLS", "COMPUTED_DRAWS", "CUDA_ATTENTION", "PRESERVED", "RECURRENT_LAYERS", "UPSAMPLES", "WHOLE"]
 __all__ += ["composite_formulas", "formulas", "instance_norm", "keep_layers_whole", "may_raise", "tables"]
@@ -89,6 +90,7 @@ WHOLE = (
     *(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default, aten.nanmedian.default),
     *(aten.prod.default, aten.prod.dim_int, aten.put.default, aten.renorm.default, aten.segment_reduce.default),
     *(aten.smooth_l1_loss.default, aten.soft_margin_loss.default),
+    *SHAPES,
 )
 
 #: Draws whose distribution's parameters are tensors; torch's operator draws in its place in the program.

@@ -46,7 +46,6 @@ OPERATORS |= {
     "correlations": torch.corrcoef,
     "combinations": lambda x: torch.combinations(x[0], 3) * torch.combinations(x[1], 2, True)[:4, :1],
     "quantiles": lambda x: torch.quantile(x, x[0, :2].detach().sigmoid(), dim=1) * x.nanquantile(0.3),
-    "whole quantiles": lambda x: torch.ops.tvm_dispatch.quantile(x, x[0, :2].sigmoid(), 1, False, "linear"),
     "a signal": lambda x: resynthesized(x, x[0].sin() + 2),
     "least squares": lambda x: torch.linalg.lstsq(x[:, :2], x[:, 2:]).solution + torch.linalg.lstsq(x, x.sum(1))[0][:2],
     "a random basis": lambda x: torch.svd_lowrank(x, 2)[1],

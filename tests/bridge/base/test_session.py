@@ -30,7 +30,7 @@ OTHERS = {
     "base.threads._held": ACTIVE,
     "base.torch_internals.PROBES": TABLES,
     "capture.whole_functions.HANDLERS": TABLES,
-    "capture.whole_functions.WHOLE_FUNCTIONS": TABLES,
+    "capture.whole_functions.SHAPES": TABLES,
     "compile.cpu.threads._FORKED": ACTIVE,
     "compile.cuda.build._HELD": "libraries that kernels in use need",
     "compile.cuda.build._REPLACED": "what was replaced in TVM, for good",
