@@ -2,7 +2,8 @@
 
 A composite operator may read numbers (to check arguments, to build a mask that depends only on the shape), or have a
 further result with a data-dependent shape. If the wanted result has a static shape, a program runs torch's kernel, and
-backward autograd's derivative of it (:mod:`bridge.aten.any_operator`). On fake tensors a formula gives the shape.
+backward autograd's derivative of it (:mod:`bridge.aten.any_operator`). On fake tensors a formula gives the shape, also
+of an operator whose own formula there refuses what its kernel computes.
 """
 
 from __future__ import annotations
@@ -127,6 +128,23 @@ def _chosen(input, r=2, with_replacement=False):
 
 SHAPES |= {aten.istft.default: _signal, aten.combinations.default: _chosen}
 SHAPES |= {aten.cov.default: _covariances, aten.corrcoef.default: _covariances}
+
+
+@quirk(
+    "F.grouped_mm",
+    reason="its formula for fake tensors has bfloat16 alone, its kernels other types as well",
+    test="tests/bridge/aten/test_any_operator.py::test_products_of_groups",
+)
+def _product_of_groups(mat_a, mat_b, offs=None, bias=None, out_dtype=None):
+    """As the kernels allocate it: rows begin at multiples of 16 bytes."""
+    groups = next((each.shape[0] for each in (mat_a, mat_b, offs) if each.dim() != 2), None)
+    shape = [groups] * (mat_a.dim() == mat_b.dim()) + [mat_a.shape[-2], mat_b.shape[-1]]
+    dtype = mat_a.dtype if out_dtype is None else out_dtype
+    step = 16 // dtype.itemsize
+    return mat_a.new_empty((*shape[:-1], -(-shape[-1] // step) * step), dtype=dtype)[..., : shape[-1]]
+
+
+SHAPES[aten._grouped_mm.default] = _product_of_groups
 
 
 # Linear algebra
