@@ -2,7 +2,7 @@
 
 from bridge.guards.changes import read_later
 from bridge.guards.conditions import ReadGuard
-from bridge.guards.functions import audited, tables
+from bridge.guards.functions import audited, rebound_count, tables
 from bridge.guards.kinds import contents_of, put_back
 from bridge.guards.machinery import in_its_place
 from bridge.guards.recording import Reads, profiled
@@ -12,4 +12,4 @@ from bridge.guards.watched import ABSENT, ClosureCell, Contents, Name, Place, Sl
 
 __all__ = ["ABSENT", "ADDRESSES", "ClosureCell", "Contents", "Name", "Place", "ReadGuard", "Reads", "Settling", "Slot"]
 __all__ += ["TensorReads", "Undo", "alike", "audited", "contents_of", "in_its_place", "needs_first_call", "profiled"]
-__all__ += ["put_back", "read_later", "recorded_reads", "slot_of", "tables", "told_otherwise", "undo"]
+__all__ += ["put_back", "read_later", "rebound_count", "recorded_reads", "slot_of", "tables", "told_otherwise", "undo"]

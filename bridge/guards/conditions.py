@@ -1,7 +1,8 @@
 """Guard conditions on forward's reads: the places that a run noted → whether a call would read the same.
 
-The guard reads the places when it is made, after forward's last run. The quick path compares by identity, and compares
-names only where their dictionary was written to since; the thorough path accepts equal values and gives the reason.
+The guard reads the places when it is made, after forward's last run. The quick path compares by identity, and only
+what was written to since where writes are counted: names in dictionaries, code, classes, bases. The thorough path
+accepts equal values and gives the reason.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, methodcaller
-from types import MemberDescriptorType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 from bridge.base.errors import MODULE, GuardFailure, Unsupported, UnsupportedModule
 from bridge.base.tensor_properties import properties_of
 from bridge.base.torch_internals import MODULE_HOOKS
-from bridge.guards.kinds import CONTAINERS
+from bridge.guards.kinds import CONTAINERS, is_a
 from bridge.guards.recording import Reads
 from bridge.guards.watched import (
     ABSENT,
@@ -33,7 +34,7 @@ from bridge.guards.watched import (
     class_entry,
     entry_of,
 )
-from bridge.state import dict_behind, write_counter
+from bridge.state import dict_behind
 
 __all__ = ["ReadGuard"]
 
@@ -46,7 +47,9 @@ _WALKS = frozenset(
 )
 """Methods of modules that walk through their submodules, parameters or buffers."""
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_BASES, _HELD, _CALL = attrgetter("__mro__"), attrgetter("cell_contents"), methodcaller("__call__")
+_HELD, _CALL = attrgetter("cell_contents"), methodcaller("__call__")
+_FIXED = (ModuleType, type)
+"""Objects whose dictionary Python code cannot replace."""
 
 
 class _Names:
@@ -88,24 +91,40 @@ class _Held:
         return is_dict and not (item.table and any(isinstance(each, CONTAINERS) for each in item.read()))
 
 
-class _Objects:
-    """The classes and dictionaries of objects, and the bases of classes, with their expected values.
+class _Bindings:
+    """The classes of objects, the bases of classes, and the code and defaults of functions, with their expected values.
 
     Args:
         typed: of objects, with their classes and dictionaries. bases: classes whose bases decided a branch.
+
+    Attributes:
+        having, held: the objects whose dictionaries can be replaced, which nothing counts, and these dictionaries.
     """
 
-    def __init__(self, typed: Sequence[tuple[Class, Any]], bases: Iterable[type]):
-        self.bases = [(kind, kind.__mro__) for kind in bases]
-        self.classes, self.mros = [kind for kind, _ in self.bases], [then for _, then in self.bases]
-        self.watch(typed)
+    def __init__(
+        self, typed: Sequence[tuple[Class, Any]], bases: Iterable[type], functions: Sequence[FunctionType] = ()
+    ):
+        self.bases, self.typed, self._functions = [(kind, kind.__mro__) for kind in bases], typed, functions
+        self._parts = list(chain.from_iterable(map(_PARTS, functions)))
+        self.having: list[Callable[[], Any]] = []
+        self.held: list[dict] = []
+        self._note_living()
 
-    def watch(self, typed: Sequence[tuple[Class, Any]]) -> None:
+    def _note_living(self) -> None:
         """Notes the objects that are still alive; no call can meet a dead one."""
-        self.typed = [(item, read) for item, read in typed if item.value() is not None and read is not None]
-        self.owners, self.types = [item.value for item, _ in self.typed], [kind for _, (kind, _) in self.typed]
-        self.having = [item.value for item, (_, held) in self.typed if held is not None]
-        self.held = [held for _, (_, held) in self.typed if held is not None]
+        alive = [(item.value, item.value(), then) for item, then in self.typed if then is not None]
+        noted = [(of, then) for of, value, then in alive if value is not None and not is_a(value, _FIXED)]
+        self.having[:] = [of for of, (_, held) in noted if held is not None]
+        self.held[:] = [held for _, (_, held) in noted if held is not None]
+
+    def unchanged(self) -> bool:
+        self._note_living()
+        if not all(map(is_, chain.from_iterable(map(_PARTS, self._functions)), self._parts)):
+            return False
+        alive = [(item.value(), then) for item, then in self.typed if then is not None]
+        if any(type(value) is not then[0] for value, then in alive if value is not None):
+            return False
+        return all(kind.__mro__ is then for kind, then in self.bases)
 
 
 class _Namespaces:
@@ -113,7 +132,6 @@ class _Namespaces:
 
     Attributes:
         names: all of them, by namespace. ``uncounted``: the ones in namespaces whose writes Python does not count.
-        version: counts the writes to a dictionary; ``None``: no dictionary has a count.
         versions: the counts of ``dicts`` at the last comparison.
         empty: dictionaries that were empty then: Python 3.12 does not count the first write to one by update.
     """
@@ -136,7 +154,7 @@ class _Namespaces:
                 if id(each) not in self._by_dict:
                     self.dicts.append(each)
                 self._by_dict.setdefault(id(each), []).append(names)
-        self.version, self.versions = write_counter(), None
+        self.versions: list[int] | None = None
         self.empty: list[dict] = []
 
     def unchanged(self, versions: list[int] | None) -> bool:
@@ -179,10 +197,9 @@ class ReadGuard:
         self._later = [(item, item.read()) for item in later]
         self._spaces = _Namespaces(items)
         codes = [item for item in items if isinstance(item, Code)]
-        self._functions = [item.function for item in codes]
-        self._parts = list(chain.from_iterable(map(_PARTS, self._functions)))
         typed = [item for item in items if isinstance(item, Class)]
-        self._objects = _Objects([(item, item.read()) for item in typed], reads.bases)
+        functions = [item.function for item in codes]
+        self._bindings = _Bindings([(item, item.read()) for item in typed], reads.bases, functions)
         cells = [(item, item.read()) for item in items if isinstance(item, ClosureCell)]
         self._cells, self._in_cells = [item.cell for item, _ in cells], [value for _, value in cells]
         known = {id(item) for names in self._spaces.names for item in names.items}
@@ -202,40 +219,50 @@ class ReadGuard:
         items = chain((item for item, _ in self._all), *(names.items for names in self._spaces.names))
         return tuple(dict.fromkeys(str(item.place) for item in items))
 
-    def unchanged(self) -> bool:
-        """The quick path: whether every place holds the very same object, or contents that mean the same."""
-        objects, spaces = self._objects, self._spaces
-        owners = list(map(_CALL, objects.owners))
-        if list(map(type, owners)) != objects.types:
-            if None not in owners:
-                return False
-            objects.watch(objects.typed)
-            return self.unchanged()
-        if not all(
-            map(is_, map(object.__getattribute__, map(_CALL, objects.having), repeat("__dict__")), objects.held)
-        ):
-            return False
-        if not all(map(is_, map(_BASES, objects.classes), objects.mros)):
-            return False
-        if not all(map(is_, chain.from_iterable(map(_PARTS, self._functions)), self._parts)):
-            return False
+    @property
+    def dicts(self) -> list[dict]:
+        """The dictionaries whose counted writes may change a place's value."""
+        return self._spaces.dicts
+
+    @property
+    def empty(self) -> list[dict]:
+        """Dictionaries that were empty at the last comparison."""
+        return self._spaces.empty
+
+    def unchanged(self, versions: list[int] | None, is_rebound: bool) -> bool:
+        """The quick path after a counted write: whether every place with counted writes holds the very same object.
+
+        Args:
+            versions: the counts of :attr:`dicts`, read before; -1 replaces counts that do not tell all writes.
+            is_rebound: whether the count of :func:`bridge.guards.functions.rebound_count` is another one.
+        """
+        return (not is_rebound or self._bindings.unchanged()) and self._spaces.unchanged(versions)
+
+    @property
+    def uncounted(self) -> Callable[[], bool] | None:
+        """The quick path at each call: whether the places whose writes nothing counts hold the very same objects, or
+        contents that mean the same; ``None``: there are none."""
+        parts = (self._bindings.having, self._cells, self._slots, self._slow, self._spaces.uncounted)
+        return self._uncounted_unchanged if any(parts) else None
+
+    def _uncounted_unchanged(self) -> bool:
+        having, held = self._bindings.having, self._bindings.held
         try:
+            if not all(map(is_, map(object.__getattribute__, map(_CALL, having), repeat("__dict__")), held)):
+                return False
             if not all(map(is_, map(_HELD, self._cells), self._in_cells)):
                 return False
             if not all(map(is_, map(MemberDescriptorType.__get__, self._slots, self._slotted), self._in_slots)):
                 return False
-        except (ValueError, AttributeError):  # an empty cell, an empty slot
-            return False
+        except (ValueError, AttributeError):  # an empty cell, an empty slot, an object that is gone
+            return None in map(_CALL, having) and self._bindings.unchanged() and self._uncounted_unchanged()
         for item, then in self._slow:
             if item.differs(then):
                 return False
-        for names in spaces.uncounted:
+        for names in self._spaces.uncounted:
             if not names.unchanged():
                 return False
-        versions = None if spaces.version is None else [*map(spaces.version, spaces.dicts)]
-        if versions is not None and versions == spaces.versions and not any(spaces.empty):
-            return True
-        return spaces.unchanged(versions)
+        return True
 
     @property
     def later(self) -> Callable[[], None] | None:
@@ -271,7 +298,7 @@ class ReadGuard:
                 if item.differs(then):
                     found = True
                     yield str(item.place)
-        for kind, bases in () if found else self._objects.bases:
+        for kind, bases in () if found else self._bindings.bases:
             if kind.__mro__ != bases:
                 yield f"bases of class {kind.__name__}"
 

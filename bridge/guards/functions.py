@@ -2,6 +2,8 @@
 
 Audited events: Python's reports of file and process operations before they run → a guard question, or a refusal.
 
+Python also reports writes to a function's code and defaults, an object's class and a class's bases: they are counted.
+
 ``sys.addaudithook`` cannot remove a hook: it is added with the first recorded run, and tests from then on whether a run
 is active. Python's own part of calling a hook costs some 4 us (``open``, ``import``, ``sys._getframe``), the test
 0.1 us; operators of tensors cause no events.
@@ -9,6 +11,8 @@ is active. Python's own part of calling a hook costs some 4 us (``open``, ``impo
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 import sys
@@ -20,7 +24,7 @@ from typing import Any
 from bridge.guards.kinds import FILES, OUTSIDE, rows_of_types
 
 __all__ = ["CHANGES_FILES", "CLOCKS", "LISTS", "OPENS", "USES", "audited", "changes_files", "does", "entries_of"]
-__all__ += ["effect_of_function", "file_state", "is_asked", "tables"]
+__all__ += ["effect_of_function", "file_state", "is_asked", "rebound_count", "tables"]
 
 OPENS, LISTS = "open", ("os.listdir", "os.scandir")
 _EFFECTS = frozenset(
@@ -35,7 +39,6 @@ _EFFECTS = frozenset(
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _hearing: dict[int, Callable[[str, tuple[Any, ...]], None]] = {}
 """Listeners of audit events, by thread."""
-_hooked: list[bool] = []
 
 
 def changes_files(event: str, args: tuple[Any, ...]) -> bool:
@@ -57,9 +60,7 @@ def entries_of(path: Any) -> tuple[Any, ...]:
 @contextmanager
 def audited(hear: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
     """While active, a function receives this thread's audit events before they happen; its errors stop them."""
-    if not _hooked:
-        _hooked.append(True)
-        sys.addaudithook(_hook)
+    rebound_count()
     thread = threading.get_ident()
     before, _hearing[thread] = _hearing.get(thread), hear
     try:
@@ -74,11 +75,38 @@ def audited(hear: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
 _HEARD = {OPENS, *LISTS, *_EFFECTS}
 
 
+_SETS = ("object.__setattr__", "object.__delattr__")
+_REBINDS = frozenset(("__bases__", "__class__", "__code__", "__defaults__", "__kwdefaults__"))
+_rebound, _numbers = [float(0)], itertools.count(1)
+
+
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-    if _hearing and event in _HEARD:
+    if event in _SETS:
+        if args[1] in _REBINDS:
+            _rebound[0] = next(_numbers)
+    elif _hearing and event in _HEARD:
         hear = _hearing.get(threading.get_ident())
         if hear is not None:
             hear(event, args)
+
+
+@functools.cache
+def rebound_count() -> list[float]:
+    """The process's count of writes to functions' code and defaults, objects' classes and classes' bases, as the item
+    of a list; it is nan, which equals no earlier count, if this Python does not report all of them.
+
+    An event comes just before its write: a count that was seen twice tells that the writes up to it are done.
+    """
+    sys.addaudithook(_hook)
+    made, seen = type("made", (), {}), set()
+    owner, function = type("owner", (made,), {}), lambda given=1, *, named=2: given
+    writes = [(function, name, getattr(function, name)) for name in ("__code__", "__defaults__", "__kwdefaults__")]
+    for of, name, value in (*writes, (owner(), "__class__", made), (owner, "__bases__", (type("base", (), {}),))):
+        setattr(of, name, value)
+        seen.add(_rebound[0])
+    if len(seen - {0}) < len(writes) + 2:
+        _rebound[0] = float("nan")
+    return _rebound
 
 
 _PROCESS = "changes files, the process or another one; a compiled call does not"

@@ -1,9 +1,9 @@
 """Conditions on a module tree: a dispatched module → its tensors, if the module is still as compiled.
 
 Tensors are looked up in the tree at every call, so optimizers, ``load_state_dict`` and replaced parameters just work.
-Most conditions are on dictionaries (attributes, parameters, buffers, children), and CPython counts the writes to a
-dictionary. So the fast check evaluates these conditions only after a write; at every call it checks types, code,
-objects without a write count, and the tensors' metadata.
+Most conditions are on dictionaries (attributes, parameters, buffers, children, names that forward read), and CPython
+counts the writes to a dictionary, and reports writes to classes and code. So the fast check evaluates these conditions
+only after a write; at every call it checks objects without a write count, and the tensors' metadata.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bridge.dispatch.guards.module_conditions import (
     was_read,
 )
 from bridge.dispatch.guards.tensors import LocalTensors, TensorGuard
-from bridge.guards import ReadGuard, Reads
+from bridge.guards import ReadGuard, Reads, rebound_count
 from bridge.state import ModuleTensor, dict_versions, write_counter
 
 __all__ = ["ModuleGuard"]
@@ -41,7 +41,7 @@ _DICT = attrgetter("__dict__")
 
 
 class _Unwritten(NamedTuple):
-    """Dictionaries of a tree that were checked, with their write counts.
+    """Dictionaries that were checked, with their write counts.
 
     Attributes:
         versions: write counts of the modules' own dictionaries, then of ``registries``; ``None``: not available.
@@ -49,6 +49,8 @@ class _Unwritten(NamedTuple):
         empty: the empty registries, and empty hook registries of inner modules: they must stay empty.
         hooked: whether inner modules have hooks, which are checked at every call.
         holders, names: registry and name of each parameter and buffer that the compiled code reads.
+        rebound: the count of :func:`bridge.guards.rebound_count`; ``None``: it has just changed.
+        all_versions, dicts, all_empty: the same as the first three, with the dictionaries that forward read elsewhere.
     """
 
     versions: list[int] | None
@@ -57,6 +59,16 @@ class _Unwritten(NamedTuple):
     hooked: bool
     holders: list[dict[str, torch.Tensor]]
     names: list[str]
+    rebound: float | None = None
+    all_versions: list[int] | None = None
+    dicts: Sequence[dict] = ()
+    all_empty: Sequence[dict] = ()
+
+    def holds(self, dicts: Sequence[dict[str, Any]], rebound: float) -> bool:
+        """Whether nothing was written to the modules, whose own dictionaries these are."""
+        if self.versions is None or self.rebound != rebound or any(self.empty):
+            return False
+        return dict_versions((*dicts, *self.registries)) == self.versions
 
 
 def _names_looked_at(
@@ -149,6 +161,7 @@ class ModuleGuard:
         self._locals = LocalTensors(_names(tensors), [spec.sharding for spec in tensors])
         self._tensors = _tensor_guard(self._found(tree), tensors, saves)
         self.sets_attributes = bool(captured.state.counters or kept)
+        self._rebound, self._last_rebound = rebound_count(), -1.0
         self.unwritten: _Unwritten | None = None
 
     @property
@@ -167,22 +180,24 @@ class ModuleGuard:
         ``inference``: expression for whether inference mode is on.
         """
         tree, get = source.name(self, "tree"), source.name(getitem, "getitem")
-        source.add(f"modules = [module, *{source.name(self._modules, 'submodules')}]")
-        source.refuse(f"list(map(type, modules)) != {tree}.types", f"{tree}.other_types(modules)")
-        source.add(f"dicts = list(map({source.name(_DICT, 'attributes of')}, modules))", f"known = {tree}.unwritten")
-        written = "thorough or known is None or known.versions is None or any(known.empty)"
+        submodules, attributes = source.name(tuple(self._modules), "submodules"), source.name(_DICT, "attributes of")
+        modules = f"(module, *{submodules})"
+        written = f"thorough or known is None or known.rebound != {source.name(self._rebound, 'rebound')}[0]"
         if (version := write_counter()) is not None:
-            version = source.name(version, "dict version")
-            written += f" or list(map({version}, [*dicts, *known.registries])) != known.versions"
-        source.add(f"if {written}:", f"    known = {tree}.look(modules, dicts, thorough)")
-        source.add("    if known is None:", "        return None")
+            dicts = f"[*map({attributes}, {modules}), *known.dicts]"
+            written += f" or [*map({source.name(version, 'dict version')}, {dicts})] != known.all_versions"
+        else:
+            written = "True"
+        source.add(f"known = {tree}.unwritten", f"if {written} or any(known.all_empty):")
+        source.add(f"    known = {tree}.look(module, thorough)", "    if known is None:", "        return None")
         same_hooks, read = source.name(self._conditions.hooks.holds, "same hooks"), source.name(self._read, "read tree")
-        source.refuse(f"known.hooked and not {same_hooks}({read}(modules, dicts))")
+        source.refuse(f"known.hooked and not {same_hooks}({read}({modules}, list(map({attributes}, {modules}))))")
         found = [f"*map({get}, known.holders, known.names)"]
         if self._attribute_places:
             owners, names = zip(*self._attribute_places, strict=True)
             owners, names = source.name(owners, "owners"), source.name(names, "attribute names")
-            found.append(f"*map({get}, map({get}, {source.name(repeat, 'repeat')}(dicts), {owners}), {names})")
+            owning = f"map({get}, {source.name(repeat, 'repeat')}({modules}), {owners})"
+            found.append(f"*map({get}, map({attributes}, {owning}), {names})")
         if self._references:  # their holders have no write count
             held = [f"{source.name(reference, 'held tensor')}()" for reference in self._references]
             source.add(f"held = [{', '.join(held)}]")
@@ -193,8 +208,10 @@ class ModuleGuard:
             source.add("given = owned", f"owned = {local}.of(given)")
             source.refuse("owned is None", f"{local}.failure(given)")
         self._tensors.write(source, "owned", inference, nested="held" if self._references else "")
-        unchanged, reads = source.name(self.reads.unchanged, "reads unchanged"), source.name(self.reads, "reads")
-        source.refuse(f"not {unchanged}()", f"{reads}.match()")
+        source.add("if thorough:", f"    {source.name(self.reads, 'reads')}.match()")
+        if (uncounted := self.reads.uncounted) is not None:
+            same = source.name(uncounted, "uncounted reads unchanged")
+            source.add(f"elif not {same}():", "    return None")
 
     def other_types(self, modules: Sequence[nn.Module]) -> GuardFailure | None:
         """The failure of the first module of another class; ``None`` if only fully_shard replaced classes, which then
@@ -204,28 +221,51 @@ class ModuleGuard:
             self.types = list(map(type, modules))
         return failure
 
-    def look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]], thorough: bool) -> _Unwritten | None:
-        """Checks the dictionaries' contents → their write counts, for a quick test at later calls; ``None``: changed.
+    def look(self, module: nn.Module, thorough: bool) -> _Unwritten | None:
+        """Checks modules, in the quick path also what forward read elsewhere → their write counts,
+        for a quick test at later calls; ``None``: changed.
 
         ``thorough``: accepts equivalent contents; raises :class:`GuardFailure` otherwise.
         """
-        tree = self._read(modules, dicts)
-        if thorough and (failure := self._failure(tree)) is not None:
+        modules, known = [module, *self._modules], self.unwritten
+        dicts, reads = list(map(_DICT, modules)), self.reads
+        if thorough:
+            return self._look_at_tree(self._read(modules, dicts), thorough)
+        # counts are read before the comparisons: a concurrent write is seen at the next call
+        versions, rebound, before = dict_versions(reads.dicts), self._rebound[0], self._last_rebound
+        self._last_rebound, found = rebound, known
+        if known is None or not known.holds(dicts, rebound):
+            found = self._look_at_tree(self._read(modules, dicts), thorough)
+        is_rebound = known is None or known.rebound != rebound
+        if found is not None and not reads.unchanged(versions, is_rebound):
+            found = None
+        if found is not None:
+            counted = found.versions is not None and versions is not None
+            found = found._replace(
+                rebound=rebound if rebound == before else None,
+                all_versions=[*found.versions, *versions] if counted else None,
+                dicts=[*found.registries, *reads.dicts],
+                all_empty=[*found.empty, *reads.empty],
+            )
+        self.unwritten = found
+        return found
+
+    def _look_at_tree(self, tree: Tree, thorough: bool) -> _Unwritten | None:
+        if thorough and (failure := self.other_types(tree.modules) or self._failure(tree)) is not None:
             raise failure
+        if list(map(type, tree.modules)) != self.types:
+            return None
         registries = [*tree.parameters, *tree.buffers, *tree.children]
         written = list(filter(None, registries))
         counted = not thorough and all(isinstance(each, dict) for each in written)  # other mappings have no write count
-        # read before the check: a concurrent write is seen at the next call
-        versions, found = dict_versions((*dicts, *written)) if counted else None, None
+        versions = dict_versions((*tree.dicts, *written)) if counted else None
         with suppress(KeyError):
             if thorough or all(condition.holds(tree) for condition in self._conditions.watched):
                 tensors = self._conditions.registered_tensors(tree)
                 empty = [registry for registry in (*tree.hooks, *registries) if not registry]
                 places = [holder for holder, _ in tensors], [name for _, name in tensors]
-                found = _Unwritten(versions, written, empty, any(tree.hooks), *places)
-        if not thorough:
-            self.unwritten = found
-        return found
+                return _Unwritten(versions, written, empty, any(tree.hooks), *places)
+        return None
 
     def _failure(self, tree: Tree, but: Condition | None = None) -> GuardFailure | None:
         """The first condition that fails for a tree; ``but``: a condition to skip."""
