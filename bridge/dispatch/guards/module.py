@@ -156,8 +156,6 @@ class ModuleGuard:
             tree, list(paths.values()), attributes, names, tensors, index, kinds, found.ties
         )
         self.types = self._conditions.types.expected
-        self._attribute_places = self._conditions.attribute_places
-        self._references = self._conditions.references
         self._locals = LocalTensors(_names(tensors), [spec.sharding for spec in tensors])
         self._tensors = _tensor_guard(self._found(tree), tensors, saves)
         self.sets_attributes = bool(captured.state.counters or kept)
@@ -193,13 +191,13 @@ class ModuleGuard:
         same_hooks, read = source.name(self._conditions.hooks.holds, "same hooks"), source.name(self._read, "read tree")
         source.refuse(f"known.hooked and not {same_hooks}({read}({modules}, list(map({attributes}, {modules}))))")
         found = [f"*map({get}, known.holders, known.names)"]
-        if self._attribute_places:
-            owners, names = zip(*self._attribute_places, strict=True)
+        if self._conditions.attribute_places:
+            owners, names = zip(*self._conditions.attribute_places, strict=True)
             owners, names = source.name(owners, "owners"), source.name(names, "attribute names")
             owning = f"map({get}, {source.name(repeat, 'repeat')}({modules}), {owners})"
             found.append(f"*map({get}, map({attributes}, {owning}), {names})")
-        if self._references:  # their holders have no write count
-            held = [f"{source.name(reference, 'held tensor')}()" for reference in self._references]
+        if self._conditions.references:  # their holders have no write count
+            held = [f"{source.name(reference, 'held tensor')}()" for reference in self._conditions.references]
             source.add(f"held = [{', '.join(held)}]")
             found.append("*held")
         source.add(f"owned = [{', '.join(found)}]")
@@ -207,7 +205,7 @@ class ModuleGuard:
             local = source.name(self._locals, "local tensors")
             source.add("given = owned", f"owned = {local}.of(given)")
             source.refuse("owned is None", f"{local}.failure(given)")
-        self._tensors.write(source, "owned", inference, nested="held" if self._references else "")
+        self._tensors.write(source, "owned", inference, nested="held" if self._conditions.references else "")
         source.add("if thorough:", f"    {source.name(self.reads, 'reads')}.match()")
         if (uncounted := self.reads.uncounted) is not None:
             same = source.name(uncounted, "uncounted reads unchanged")
