@@ -28,7 +28,7 @@ from bridge.aten.registry import UnsupportedUse, converts, lies_elsewhere
 from bridge.base.errors import swallowed
 from bridge.base.torch_internals import OpOverload, aten, implements_composite, pytree, schema, storage_id
 from bridge.base.torch_shapes import SYMBOLIC
-from bridge.capture import WHOLE, TensorMetadata
+from bridge.capture import SHAPES, WHOLE, TensorMetadata
 
 __all__ = ["check_functional", "computed_from", "describe", "whole"]
 
@@ -154,6 +154,8 @@ def _refuse_without_gradient(node: fx.Node) -> None:
 def _saved_results(node: fx.Node) -> list[int]:
     """Indices of the results that autograd saves, by a run on meta tensors. If that run fails: none of a composite
     operator, whose results may be views of what it saves; else all float results."""
+    if node.target in SHAPES:  # torch would log the failure
+        return []
     made = node.meta["val"]
     results = list(made) if isinstance(made, tuple | list) else [made]
     places = [place for place, each in enumerate(results) if each.dtype.is_floating_point]

@@ -9,7 +9,8 @@ are put into :class:`ObjectNode`, the only node type registered here: no user cl
 and its attributes, in their order; no ``__init__`` runs. It equals eager's result if the call made the object and its
 attributes hold only tensors, plain values and objects like it; any other object is left as it is, and refused as a
 result. Two runs tell whether the call made it: then they return different objects. An argument's plain attributes are
-leaves, as plain arguments are: an entry compares them one by one.
+leaves, as plain arguments are: an entry compares them one by one. A returned tensor on which forward has set plain
+attributes is such an object, too.
 
 Python functions among the arguments (the ``mask_mod`` of a ``BlockMask``) → a :class:`FunctionKind` of their code, and
 their closures' contents, defaults and attributes, as an object's attributes are. An object that occurs twice is rebuilt
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bridge.base.torch_fakes import attributes_set_on
 from bridge.base.torch_higher_order import BlockMask
 from bridge.base.torch_internals import pytree
 
@@ -115,6 +117,8 @@ def picker(places: Sequence[int]) -> Callable[[Any], Sequence[Any]]:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
+
+_TENSOR = "the tensor"
 
 #: Immutable attribute types: one value may be returned at every call.
 _PLAIN = (
@@ -216,6 +220,10 @@ class ObjectNode:
 
 
 def _made(kind: Any, attributes: dict[str, Any], items: dict[Any, Any]) -> Any:
+    if kind is torch.Tensor:
+        made = items[_TENSOR]
+        vars(made).update(attributes)
+        return made
     if isinstance(kind, FunctionKind):
         return kind.make([*attributes.values()], items)
     if kind is partial:
@@ -254,18 +262,18 @@ def _unflatten(children: Any, context: tuple) -> ObjectNode:
 pytree.register_pytree_node(ObjectNode, _flatten, _unflatten, serialized_type_name="tvm_dispatch.ObjectNode")
 
 
-def packed(value: Any, is_argument: bool = False) -> Any:
+def packed(value: Any, is_argument: bool = False, given: Sequence[torch.Tensor] = ()) -> Any:
     """A value with an :class:`ObjectNode` for each object that can be rebuilt; the value itself if there is none.
 
     ``is_argument``: the value is an argument of a module: a ``torch.Size`` in it stays one, and is refused; functions
-    are objects.
+    are objects. ``given``: tensors that the call has not made, whose attributes stay theirs.
     """
     leaves, spec = pytree.tree_flatten(value, is_leaf=_is_whole)
     kinds = _is_object if not is_argument else _is_argument_object
     made_anew = [kinds(leaf) or (_is_size(leaf) and not is_argument) for leaf in leaves]
     if not any(made_anew):
         return value
-    seen: dict[int, int | None] = {}
+    seen: dict[int, int | None] = dict.fromkeys(map(id, given))
     pairs = zip(leaves, made_anew, strict=True)
     return pytree.tree_unflatten([_packed(leaf, seen, is_argument) if anew else leaf for leaf, anew in pairs], spec)
 
@@ -322,6 +330,8 @@ def _packed(leaf: Any, seen: dict[int, int | None], is_argument: bool = False) -
 
 def _node_of(value: Any, is_argument: bool) -> ObjectNode:
     """An object's node, with its attributes as they are."""
+    if isinstance(value, torch.Tensor):
+        return ObjectNode(torch.Tensor, dict(attributes_set_on(value)), {_TENSOR: value})
     if type(value) is partial:
         attributes = {"func": value.func, "args": value.args, "keywords": value.keywords}
         return ObjectNode(partial, attributes, dict(value.__dict__), value, is_argument)
@@ -347,7 +357,7 @@ def objects_of(packed_result: Any) -> list[Any]:
     """The objects behind a packed result's nodes."""
     nodes = pytree.tree_leaves(packed_result, is_leaf=lambda value: isinstance(value, ObjectNode))
     found = [node for node in nodes if isinstance(node, ObjectNode)]
-    own = [node.value for node in found if node.kind is not torch.Size]
+    own = [node.value for node in found if node.value is not None]
     return own + [value for node in found for value in objects_of([*node.attributes.values(), *node.items.values()])]
 
 
@@ -363,14 +373,17 @@ def _is_whole(value: Any) -> bool:
 def _is_argument_object(value: Any) -> bool:
     """Whether a value among the arguments is an object, or a function of which all is known."""
     if type(value) is not FunctionType:
-        return type(value) is partial or _is_object(value)
+        return not isinstance(value, torch.Tensor) and (type(value) is partial or _is_object(value))
     return all(cell != CellType() for cell in _cells(value))
 
 
 def _is_object(value: Any) -> bool:
-    """Whether class, attributes and, for a dict, items make up the whole value."""
+    """Whether class, attributes and, for a dict, items make up the whole value; of a tensor: whether it has attributes,
+    all of them plain."""
     kind = type(value)
-    if isinstance(value, (torch.Tensor, nn.Module, BaseException, ObjectNode, *_PLAIN)) or callable(value):
+    if isinstance(value, torch.Tensor):
+        return bool(own := attributes_set_on(value)) and all(map(is_plain, own.values()))
+    if isinstance(value, (nn.Module, BaseException, ObjectNode, *_PLAIN)) or callable(value):
         return False
     if kind.__module__ == "builtins" or inspect.ismodule(value):
         return False

@@ -8,6 +8,7 @@ traced as eager runs it, the answer is eager's. torch's own code sees the class 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ from bridge.base.errors import is_user_file
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, find, neg_view
 
-__all__ = ["clear_fake_memo", "fake_mode", "fake_of", "fake_state", "fake_type_hidden", "meta_tensor", "new_fake"]
-__all__ += ["outside_graph", "stand_in"]
+__all__ = ["attributes_set_on", "clear_fake_memo", "fake_mode", "fake_of", "fake_state", "fake_type_hidden"]
+__all__ += ["meta_tensor", "new_fake", "outside_graph", "stand_in"]
 
 find("torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access")
 
@@ -74,6 +75,20 @@ _subclassed, _no_address = find("torch.Tensor._make_subclass"), find("torch._C._
 def fake_state(mode: Any, device: torch.device) -> dict[str, Any]:
     """The attributes that the constructor of a fake tensor sets for a device."""
     return dict(vars(new_fake(mode, (), (), torch.float32, device)))
+
+
+@functools.cache
+def _fake_names() -> frozenset[str]:
+    return frozenset(fake_state(fake_mode(), torch.device("cpu")))
+
+
+def attributes_set_on(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes of a plain or fake tensor that code outside of torch's fake mode has set."""
+    if type(tensor) is torch.Tensor:
+        return vars(tensor)
+    if type(tensor) is not FakeTensor:
+        return {}
+    return {name: value for name, value in vars(tensor).items() if name not in _fake_names()}
 
 
 def fake_of(plain: torch.Tensor, device: torch.device, state: dict[str, Any]) -> Any:

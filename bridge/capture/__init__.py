@@ -35,6 +35,7 @@ from bridge.capture.steady_call import loops_tell
 from bridge.capture.symbolic_sizes import TensorMetadata
 from bridge.capture.thread_isolation import CAPTURES, is_capturing, is_traced_here, one_capture_at_a_time
 from bridge.capture.twin import Twin
+from bridge.capture.whole_functions import SHAPES
 
 __all__ = [
     "ALL_COUNTS",
@@ -55,6 +56,7 @@ __all__ += [
     "PART_OF",
     "RAN",
     "RECURRENT_LAYERS",
+    "SHAPES",
     "SIZE_OPERATORS",
     "SLOPE_DRAWS",
     "STOP_GRADIENT",

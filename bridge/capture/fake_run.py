@@ -147,7 +147,7 @@ def fake_run_of(
             result = result, places.values()
         if symbols is not None and symbols.counts is not None:
             symbols.counts.end()
-        made = packed(result)
+        made = packed(result, given=inputs)
         leaves, out_spec = pytree.tree_flatten(with_wholes(made, real.wholes, dims))
         results = values_of(leaves, recorder, real.wholes)
         run = recorder.record, mode, results, arguments, twin, out_spec, given, symbols

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, UnsupportedModule, line_of
 from bridge.base.modes import modes_put_back
-from bridge.base.pytrees import objects_of, packed, packed_arguments, tensor_leaves, unpacked
+from bridge.base.pytrees import is_plain, objects_of, packed, packed_arguments, tensor_leaves, unpacked
 from bridge.base.torch_distributed import is_distributed, local_tensor
 from bridge.base.torch_higher_order import nested_operands
 from bridge.base.torch_internals import python_kernels, pytree, storage_id
@@ -252,7 +252,7 @@ def real_run_of(
         recorder.record, recorder.values, given, prepared, watch.observation, watch.functions, integers, kept, left
     )
     run.final = watch.finals(is_first=not origin)
-    watch.describe(run, packed(result), type(module).__name__)
+    watch.describe(run, packed(result, given=given.inputs), type(module).__name__)
     return run
 
 
@@ -422,9 +422,10 @@ class _Watch:
         leaves, observation.out_spec = pytree.tree_flatten(result)
         known = set(map(id, given.inputs))
         for leaf in leaves:
-            if type(leaf) is torch.Tensor and leaf.__dict__ and id(leaf) not in known:
+            own = vars(leaf) if type(leaf) is torch.Tensor and id(leaf) not in known else {}
+            if not all(map(is_plain, own.values())):
                 reason = "sets attributes of a tensor that the module returns; a compiled call makes another tensor"
-                rules.complain(f"result.{next(iter(leaf.__dict__))}", reason, "return them")
+                rules.complain(f"result.{next(iter(own))}", reason, "return them")
         if unknown := unknown_results(leaves):
             raise UnsupportedModule("", [*observation.unsupported, *unknown])
         wholes = whole_tensors(leaves, self.recorder, given.inputs, rules)

@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -80,7 +81,17 @@ class Block(nn.Module):
         return self.answer(hidden.square().sum(), hidden, self)
 
 
+def marked(tensor, **attributes):
+    """transformers' caches mark their tensors for torch.compile."""
+    vars(tensor).update(attributes)
+    return tensor
+
+
 RESULTS = {
+    "tensors with attributes": lambda loss, hidden, m: (
+        *(marked(loss, unit="nats", order=3), hidden, Answer(marked(hidden, layer=1))),
+        *(marked(hidden.view(-1), flat=True), m.linear.weight),
+    ),
     "a dataclass": lambda loss, hidden, m: Output(loss, hidden),
     "with None": lambda loss, hidden, m: Output(loss),
     "nested": lambda loss, hidden, m: Output(loss, Output(loss * 2, [hidden, Frozen(hidden + 1)], "inner")),
@@ -103,7 +114,7 @@ RESULTS = {
 def described(value, path=""):
     """Every type, constant and tensor in a result, with its place."""
     if isinstance(value, torch.Tensor):
-        return [(path, value)]
+        return [(path, value, dict(vars(value)))]
     found = [(path, type(value))]
     if isinstance(value, dict):
         found += [each for key, item in value.items() for each in described(item, f"{path}[{key!r}]")]
@@ -136,6 +147,7 @@ def test_a_result_has_eagers_types_attributes_and_tensors(answer):
         for (_, *one), (_, *other) in zip(mine, theirs, strict=True):
             if isinstance(other[0], torch.Tensor):
                 torch.testing.assert_close(one[0], other[0])
+                assert one[1] == other[1]
                 assert one[0].requires_grad == other[0].requires_grad and one[0].stride() == other[0].stride()
             else:
                 assert one == other
@@ -179,11 +191,21 @@ def twice(loss, hidden, m):
     return made, made
 
 
+def counted(loss, hidden, m, counts=itertools.count()):  # noqa: B008 - it is to be the same in each call
+    return marked(loss, count=next(counts))
+
+
 def alternating(loss, hidden, m, flags=iter([True, 1] * 50)):  # noqa: B008 - it is to be the same in each call
     return hidden, next(flags)
 
 
 REFUSED = {
+    "a count at a tensor": (counted, "takes the next value of an iterator"),
+    "the time at a tensor": (
+        lambda loss, hidden, m: marked(loss, at=time.perf_counter()),
+        "returns something else each time",
+    ),
+    "a tensor at a tensor": (lambda loss, hidden, m: marked(loss, of=hidden), "sets attributes of a tensor"),
     "another type of number": (alternating, "takes the next value of an iterator"),
     "a set of its own": (lambda loss, hidden, m: (loss, {1}), "a result of type set"),
     "one that holds a tensor": (lambda loss, hidden, m: (loss, m.holds), "is not made by the call"),
