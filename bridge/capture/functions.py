@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -45,8 +45,7 @@ from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.observation import Output
 from bridge.capture.packed import PackedSequences
 from bridge.capture.recorder import OperatorRecorder, nested
-from bridge.capture.replaced_functions import own_function
-from bridge.capture.replay import FunctionReplay
+from bridge.capture.replaced_functions import functions_of_torch, own_function, replacements
 from bridge.capture.rows import values_in
 from bridge.capture.scalar_guards import (
     COUNTS,
@@ -106,7 +105,8 @@ class Functions(TorchFunctionMode):
         #: A key of :data:`bridge.capture.scalar_guards.COUNTS` and a tensor -> the count, which is noted as read.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
-        self._calls, self._higher_order = FunctionReplay(recorder), HigherOrder(recorder)
+        self._higher_order, self._replaced = HigherOrder(recorder), replacements()
+        self._own = partial(functions_of_torch, self._replaced) if self._replaced else nullcontext
 
     def __enter__(self) -> Functions:
         self.recorder.judge = None if self.rules is None else self._judge
@@ -165,15 +165,19 @@ class Functions(TorchFunctionMode):
             self.recorder.asked = None
 
     def _in_form(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if (handler := HANDLERS.get(func)) is not None and not self._calls.may_call_replacement(func):
-            with self._calls.own():
+        if (handler := HANDLERS.get(func)) is not None and not self._calls_replacement(func):
+            with self._own():
                 return handler(*args, **kwargs)
         if (form := _FORMS.get(func)) is not None:
-            with self._calls.own():
+            with self._own():
                 made = form(self, *args, **kwargs)
             if made is not NotImplemented:
                 return made
-        return self._calls.call(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _calls_replacement(self, func: Any) -> bool:
+        """Whether a function in Python (``F.ctc_loss``) may call one of this name that the user has replaced."""
+        return type(func) is FunctionType and func.__name__ in self._replaced.get(torch, ())
 
     def shared_views(self, results: Sequence[tuple[torch.Tensor, Output]]) -> list[Unsupported]:
         """Refusals of results, see :func:`bridge.capture.select_at.shared_views`."""

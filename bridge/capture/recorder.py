@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of
 from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_autograd import no_torch_dispatch
@@ -26,8 +25,6 @@ from bridge.base.torch_internals import (
     aten,
     current_graph_task_id,
     innermost_transform,
-    len_dispatch_stack,
-    len_function_stack,
     no_torch_function,
     schema,
 )
@@ -41,11 +38,10 @@ from bridge.base.torch_recording import (
 )
 from bridge.capture.custom_functions import backward_running
 from bridge.capture.distributed import DistributedTensors
-from bridge.capture.opened import CAST, Opening, opening
+from bridge.capture.opened import Opening, opening
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.replay import Replayed
 from bridge.capture.rows import (
-    FunctionCall,
     NumberRead,
     Record,
     Row,
@@ -146,7 +142,6 @@ class OperatorRecorder(PreDispatchMode):
         self.judge: Callable[[Any, Iterable, Iterable, Iterable], None] | None = None
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._openings: list[Opening] = []
-        self._depths: tuple[int, int] | None = None
         met = (lambda tensor: None) if protected is None else protected.add
         self.values = Values(self.record, inputs, answers is None, self._replayed is not None, met)
         self.values.distributed = DistributedTensors(self)
@@ -194,8 +189,9 @@ class OperatorRecorder(PreDispatchMode):
             return self._literal(func, args, kwargs)
         if self._expected or self.values.in_script:
             args, kwargs, tensors = self._in_fakes(args, kwargs, tensors)
-        if self._openings and is_below_autocast() and (kept := self._casts(func, args)) is not None:
-            return kept
+        if self._openings and is_below_autocast():
+            for each in self._openings:
+                each.has_cast = True
         operands = mapped(args, torch.Tensor, self.values.of), mapped(kwargs, torch.Tensor, self.values.of)
         if (it := self._symbols) and it.is_whole_slice(func, operands, args, self.record, self._answer()):
             return self._whole_slice(func, operands, args, (grad, (before, before), *place))
@@ -291,53 +287,6 @@ class OperatorRecorder(PreDispatchMode):
             self._openings.pop()
             self.values.end(begun, keep=keep)
         return result, keep
-
-    def _casts(self, func: Any, args: tuple) -> torch.Tensor | None:
-        """The result of a cast that autocast's cache had in the real run, if the fake run's cache lacks it because the
-        first cast was replayed; ``None`` for other operators that autocast calls."""
-        for each in self._openings:
-            each.has_cast = True
-        record = self.record
-        if func is not CAST:
-            return None
-        known, cast = None if self.answers is None else self._answer(), (self.values.of(args[0]), args[1])
-        if self._replayed is None or (known is not None and known.op is CAST and known.args[:2] == cast):
-            return None
-        kept = next((row for row in reversed(record.rows) if row.op is CAST and row.args[:2] == cast), None)
-        if kept is None:
-            return None
-        tensor = self._replayed.tensor(kept.results.number)
-        self.values.note_replayed(tensor, kept.results.number)
-        return tensor
-
-    # Calls of functions
-
-    def __enter__(self) -> OperatorRecorder:
-        if self._depths is None:  # the function mode is off the stack while a function runs
-            self._depths = len_dispatch_stack(), len_function_stack() - 1
-        return super().__enter__()
-
-    def modes(self) -> tuple | None:
-        """The modes that decide, beside the arguments, which operators a function calls; ``None`` if others may."""
-        if self.paused or (self.answers is not None and self._replayed is None):
-            return None
-        if (len_dispatch_stack(), len_function_stack()) != self._depths or innermost_transform() is not None:
-            return None
-        return torch.is_grad_enabled(), _autocast(), torch.get_default_dtype()
-
-    def replay(self, call: FunctionCall) -> Any:
-        """Replays a call of the real run → its result, and appends its rows; ``NotImplemented`` if it must run."""
-        record, answers = self.record, self.answers
-        start = len(record.rows)
-        if not all(self._replayed.gives[start : call.stop]) or len(record.forms) != call.first:
-            return NotImplemented
-        record.rows += answers.rows[start : call.stop]
-        record.forms += answers.forms[call.first : call.end]
-        record.memory += answers.memory[call.first : call.end]
-        made = [self._replayed.tensor(number) for number in call.results]
-        for number, tensor in zip(call.results, made, strict=True):
-            self.values.note_replayed(tensor, number)
-        return made[0] if call.kind is None else call.kind(made)
 
     def _whole_slice(self, func: Any, operands: tuple, args: tuple, rest: tuple) -> torch.Tensor:
         """Records a slice that spans the whole tensor at the sample's sizes; the real run has no row for it."""
@@ -474,13 +423,6 @@ def _tensors_in(tree: Any) -> Iterable[torch.Tensor]:
             yield from _tensors_in(each)
     elif isinstance(tree, dict):
         yield from _tensors_in(list(tree.values()))
-
-
-def _autocast() -> tuple[torch.dtype | None, bool]:
-    kind = current_device().type
-    if not torch.is_autocast_enabled(kind):
-        return None, True
-    return torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
 def _own_results(func: Any, args: tuple, result: Any, known: Row) -> Any:

@@ -18,12 +18,9 @@ from bridge.base.torch_internals import FakeTensor, OpOverload, aten, schema, st
 from bridge.base.torch_shapes import SYMBOLIC, hint
 from bridge.state import constant_key
 
-__all__ = ["CONSTANTS", "Form", "FunctionCall", "NumberRead", "Record", "Row", "ValueLayout", "ValueRef", "at_hints"]
+__all__ = ["Form", "NumberRead", "Record", "Row", "ValueLayout", "ValueRef", "at_hints"]
 __all__ += ["errors_noted", "form_of", "key_of", "mapped", "may_write", "memory_of", "renamed"]
 __all__ += ["values_in", "written", "written_operands"]
-
-CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""Types of operands that are compared by value."""
 
 
 class ValueRef(NamedTuple):
@@ -91,26 +88,6 @@ class Row(NamedTuple):
     path: str
 
 
-class FunctionCall(NamedTuple):
-    """A call of one of torch's functions that read no number.
-
-    Attributes:
-        func, given, modes: the function, its arguments with values for tensors, the modes that it depends on.
-        stop: the index after its last row.
-        first, end: its rows made the values ``first`` to ``end - 1``.
-        kind: type of its result, ``None`` for a tensor; ``results``: its values.
-    """
-
-    func: Any
-    given: tuple
-    modes: tuple
-    stop: int
-    first: int
-    end: int
-    kind: Any
-    results: list[int]
-
-
 @dataclass
 class Record:
     """The record of a run.
@@ -123,7 +100,6 @@ class Record:
         literals: values of numbers written in the code → a copy of the tensor.
         free: values that are neither inputs nor made by rows → (the tensor, the row that first read it).
         reads: numbers that forward read, in order.
-        calls: function calls, by the index of their first row.
         fakes: in a fake run, the fake tensors of values, outside of autograd's graph; replayed rows have none.
         raised: (number of rows before, operator) → the types of errors that calls raised instead of making a row.
         same: in a run on symbolic sizes, slices that span the whole at the sample's sizes → the value of the whole.
@@ -139,7 +115,6 @@ class Record:
     literals: dict[int, torch.Tensor] = field(default_factory=dict)
     free: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     reads: list[NumberRead] = field(default_factory=list)
-    calls: dict[int, FunctionCall] = field(default_factory=dict)
     fakes: dict[int, torch.Tensor] = field(default_factory=dict)
     raised: dict[tuple[int, Any], list[type[Exception]]] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)

@@ -105,12 +105,6 @@ class Values:
         if not self._real:
             self._kept.append(tensor)
 
-    def note_replayed(self, tensor: torch.Tensor, number: int) -> None:
-        """Notes that a tensor has a value of a replayed row."""
-        self.note(tensor, number)
-        if (memory := memory_of(tensor)) not in self._memory:
-            self._put(self._memory, memory, StorageWeakRef(tensor.untyped_storage()), self._record.memory[number])
-
     def of(self, tensor: torch.Tensor) -> ValueRef:
         """The value of an operand; a tensor that no row has seen becomes a free value."""
         number = self.number_of(tensor)
