@@ -24,12 +24,11 @@ from bridge.capture.packed import PACKED_LAYERS, packed_layers
 from bridge.capture.passes.alias_analysis import OVERWRITTEN
 from bridge.capture.passes.decompositions import COMPUTED_DRAWS, RECURRENT_LAYERS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.stop_gradient import PART_OF, STOP_GRADIENT, where_is
-from bridge.capture.pre_hooks import after_pre_hooks
 from bridge.capture.precall_guards import LITERAL, SIZE_OPERATORS, OperatorCall, PreCallExpression, ValueIndex, shown
 from bridge.capture.prepared_twin import copier
 from bridge.capture.record_call import RecordedCall, capture, record_call
 from bridge.capture.refusals import check_call, device_of_call, uninitialized
-from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim, dynamic_dims, normalize_sample
+from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim, after_pre_hooks, dynamic_dims, normalize_sample
 from bridge.capture.scalar_guards import ScalarGuard, same_numbers
 from bridge.capture.steady_call import loops_tell
 from bridge.capture.symbolic_sizes import TensorMetadata

@@ -44,6 +44,7 @@ __all__ = ["AGAIN", "CUSTOM_GRADIENT", "FUNCTION", "ONCE", "OWN", "TANGENT", "UN
 __all__ += [
     "CustomFunctions",
     "Inside",
+    "Overwritten",
     "Use",
     "WritesArgumentsError",
     "backward_running",
@@ -131,7 +132,7 @@ class WritesArgumentsError(Exception):
         self.written = {kind: (returned, others)}
 
 
-class _Overwritten(torch.autograd.Function):
+class Overwritten(torch.autograd.Function):
     """A tensor with new numbers that were written unseen by autograd; its gradient stays the old tensor's."""
 
     @staticmethod
@@ -247,7 +248,7 @@ class CustomFunctions:
                 self.applied.shared.add(storage_id(each))
         for place, copied in copies.items():
             seen = place in returned
-            args[place].copy_(copied if seen else self._trace(_Overwritten, (args[place], copied.detach()), {}))
+            args[place].copy_(copied if seen else self._trace(Overwritten, (args[place], copied.detach()), {}))
         back = {id(copied): args[place] for place, copied in copies.items()}
         return pytree.tree_map_only(torch.Tensor, lambda each: back.get(id(each), each), made) if back else made
 

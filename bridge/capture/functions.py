@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -38,7 +38,7 @@ from bridge.base.torch_internals import (
 )
 from bridge.base.torch_script import ScriptFunction, run_unfused
 from bridge.capture.autograd_uses import use_of_autograd
-from bridge.capture.custom_functions import function_running
+from bridge.capture.custom_functions import Overwritten, function_running
 from bridge.capture.draws import unwatched
 from bridge.capture.higher_order import HigherOrder
 from bridge.capture.inplace_rules import InPlaceRules
@@ -106,7 +106,6 @@ class Functions(TorchFunctionMode):
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
         self._packed = PackedSequences(self.count)
         self._higher_order, self._replaced = HigherOrder(recorder), replacements()
-        self._own = partial(functions_of_torch, self._replaced) if self._replaced else nullcontext
 
     def __enter__(self) -> Functions:
         self.recorder.judge = None if self.rules is None else self._judge
@@ -166,10 +165,10 @@ class Functions(TorchFunctionMode):
 
     def _in_form(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if (handler := HANDLERS.get(func)) is not None and not self._calls_replacement(func):
-            with self._own():
+            with functions_of_torch(self._replaced):
                 return handler(*args, **kwargs)
         if (form := _FORMS.get(func)) is not None:
-            with self._own():
+            with functions_of_torch(self._replaced):
                 made = form(self, *args, **kwargs)
             if made is not NotImplemented:
                 return made
@@ -387,18 +386,6 @@ def _is_same_data(x: torch.Tensor, value: torch.Tensor) -> bool:
     return looks[0] == looks[1]
 
 
-class NewNumbers(torch.autograd.Function):
-    """``x`` after ``x.data = value``: the numbers of ``value``, the gradient of ``x``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
 def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
     """``x.data = value``: nothing if ``x`` stays the same; new numbers for a tensor that forward makes.
 
@@ -419,7 +406,7 @@ def _set_data(run: Functions, x: torch.Tensor, value: torch.Tensor) -> Any:
                 run.complain("Tensor.data =", _OTHER_MEMORY, "work on a clone")
             else:
                 with torch.enable_grad():
-                    given, value = value, NewNumbers.apply(x, value)
+                    given, value = value, Overwritten.apply(x, value)
                 for each in (given, value) if rules is not None else ():
                     rules.given_to_input("Tensor.data =", each)
         with recorder.pause(), no_torch_function():

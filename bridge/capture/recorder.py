@@ -40,7 +40,6 @@ from bridge.capture.custom_functions import backward_running
 from bridge.capture.distributed import DistributedTensors
 from bridge.capture.opened import Opening, opening
 from bridge.capture.prepared_twin import PreparedTwin
-from bridge.capture.replay import Replayed
 from bridge.capture.rows import (
     NumberRead,
     Record,
@@ -53,7 +52,7 @@ from bridge.capture.rows import (
     written_operands,
 )
 from bridge.capture.scalar_guards import ReadsDifferError, ScalarGuard, frozen, line_of_reading, numbers_of
-from bridge.capture.values import Values, without_graph
+from bridge.capture.values import Replayed, Values, without_graph
 
 if TYPE_CHECKING:
     from bridge.base.torch_internals import FakeTensorMode

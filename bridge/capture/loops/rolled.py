@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from autodiff.scan.prove import Carry, Constant, Local, Producer, StepParts, find_loops
-from autodiff.scan.replay import LoopReplay, ReplayedLoop
+from autodiff.scan.replay import LoopReplay, Movements, ReplayedLoop
 from bridge.base.log import channel
-from bridge.base.torch_internals import OpOverload, aten, schema
+from bridge.base.torch_fakes import meta_tensor
+from bridge.base.torch_internals import OpOverload, aten, schema, storage_id
 from bridge.capture.loops.find import (
     FUSED,
     CallLoop,
@@ -27,7 +28,6 @@ from bridge.capture.loops.find import (
     dropping,
     reached_from,
 )
-from bridge.capture.loops.made_rows import MadeRows
 from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 from bridge.capture.loops.row_calls import (
     COMPARING,
@@ -41,9 +41,10 @@ from bridge.capture.loops.row_calls import (
 )
 from bridge.capture.observation import Draw
 from bridge.capture.opened import casts_first
-from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, values_in
+from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, form_of, mapped, values_in
 
 __all__ = ["LEAST_ROWS", "Rolled", "rolled_up"]
+
 
 log = channel("dispatch")
 
@@ -337,3 +338,104 @@ def _given(gives: Any, made: Sequence[ValueRef], read: Sequence[ValueRef]) -> An
     if gives is None or gives[:1] == ("constant",):
         return None if gives is None else gives[1]
     return [_given(each, made, read) for each in gives]
+
+
+# Row builder: operators on values of a record → a new record with these rows and the layouts of their results.
+#
+# Operators run only on meta tensors, which give the layouts of new values.
+
+
+class MadeRows(Movements):
+    """Builds the rows of a new record from the values of an old one; meta tensors give the layouts of new values."""
+
+    def __init__(self, of: Record):
+        known = {"inputs": of.inputs, "literals": dict(of.literals), "free": of.free, "reads": of.reads}
+        self.record = Record(forms=list(of.forms), memory=list(of.memory), **known)
+        self.draws: list[Draw] = []
+        self.like: Row | None = None  # gives line, path and grad mode of the next rows
+        self._metas: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, int] = {}
+
+    def shape(self, value: ValueRef) -> Sequence[int]:
+        """The shape of a value."""
+        return self.record.forms[value.number].shape
+
+    def _meta(self, value: ValueRef) -> torch.Tensor:
+        number = value.number
+        if number not in self._metas:
+            self._metas[number] = made = meta_tensor(self.record.forms[number])
+            memory = self.record.memory[number]
+            self._memory.setdefault(storage_id(made), number if memory < 0 else memory)
+        return self._metas[number]
+
+    def _value(self, made: torch.Tensor, device: torch.device, requires_grad: bool = False) -> ValueRef:
+        number = len(self.record.forms)
+        self.record.forms.append(form_of(made)._replace(device=device, requires_grad=requires_grad))
+        self.record.memory.append(self._memory.setdefault(storage_id(made), number))
+        self._metas[number] = made
+        return ValueRef(number)
+
+    def literal(self, tensor: torch.Tensor) -> ValueRef:
+        """Adds a literal: a tensor that is no input and made by no row."""
+        made = self._value(tensor.to(_META), tensor.device)
+        self.record.literals[made.number] = tensor
+        return made
+
+    def of_layout(self, layout: ValueLayout, base: ValueRef | None) -> ValueRef:
+        """A new value with a layout; ``base``: a value whose memory it shares."""
+        shape, stride, dtype, device, requires_grad = layout
+        if base is not None and self.record.forms[base.number].dtype == dtype:
+            made = self._meta(base).as_strided(shape, stride)
+        else:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+        return self._value(made, device, requires_grad)
+
+    def add(self, op: Any, args: tuple, kwargs: dict, results: Any, draw: Draw | None = None) -> None:
+        """Adds a row."""
+        like, before = self.like, len(self.draws)
+        if draw is not None:
+            self.draws.append(draw)
+        draws = before, len(self.draws)
+        self.record.rows.append(Row(op, args, kwargs, results, like.grad, draws, like.where, like.path))
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds a row for an operator's call and makes its results as new values → the results."""
+        device = self.record.forms[next(values_in(args))].device
+        with torch.no_grad():
+            metas = mapped((args, kwargs), ValueRef, self._meta)
+            results = mapped(op(*metas[0], **metas[1]), torch.Tensor, lambda made: self._value(made, device))
+        self.add(op, args, kwargs, results)
+        return results
+
+    def part(self, whole: ValueRef, dim: int, begin: int, extent: int, squeezed: bool) -> ValueRef:
+        """Takes a part of a value, as :class:`autodiff.scan.prove.Part`."""
+        if squeezed:
+            return self.call(aten.select.int, whole, dim, begin)
+        return self.narrowed(whole, dim, begin, extent)
+
+    def contiguous(self, value: ValueRef) -> ValueRef:
+        """A contiguous copy."""
+        return self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+    def slice(self, value: ValueRef, dim: int, begin: int, end: int, step: int = 1) -> ValueRef:
+        return self.call(aten.slice.Tensor, value, dim, begin, end, *[step] * (step > 1))
+
+    def permute(self, value: ValueRef, axes: list[int]) -> ValueRef:
+        return self.call(aten.permute.default, value, axes)
+
+    def flip(self, value: ValueRef) -> ValueRef:
+        return self.call(aten.flip.default, value, [0])
+
+    def windows(self, value: ValueRef, parts: StepParts, steps: int) -> ValueRef:
+        """The parts of all steps with the steps in front; parts may overlap or leave gaps."""
+        dim, extent, apart, squeezed = parts.dim, parts.extent, abs(parts.step), parts.form
+        if apart == extent and not squeezed:
+            value = self.call(aten.unflatten.int, value, dim, [steps, extent])
+        elif apart != extent:
+            value = self.call(aten.unfold.default, value, dim, extent, apart)
+            rank = len(self.shape(value))
+            if squeezed:
+                value = self.call(aten.squeeze.dim, value, -1)
+            else:
+                value = self.in_order(value, [*range(dim + 1), rank - 1, *range(dim + 1, rank - 1)])
+        return self.to_front(value, dim)
