@@ -22,8 +22,6 @@ class CompileOptions:
         versions: see :attr:`key`.
         settings: torch's settings that the backend's programs depend on.
         deterministic: torch's deterministic algorithms are on; the backend then times nothing.
-        sums_in_place: the order of additions may depend on the function's other results, see
-            :mod:`bridge.compile.passes.product_variants`.
         constants: the number of trailing parameters that are the same at each call.
         grad_outs: the number of trailing parameters that are gradients of outputs. A value that depends on them
             occurs in no other function, so the algorithm of its products may depend on their consumers.
@@ -34,7 +32,6 @@ class CompileOptions:
     backend: Backend
     threads: int
     versions: tuple[tuple[str, str], ...]
-    sums_in_place: bool = False
     grad_outs: int = 0
     constants: int = 0
     deterministic: bool = False
@@ -54,4 +51,4 @@ class CompileOptions:
         """Everything a program depends on besides its function, as plain data."""
         made_for = self.backend.key, self.threads, self.versions, self.settings
         lie = self.orders, self.given_orders
-        return *made_for, self.sums_in_place, self.grad_outs, self.constants, self.deterministic, *lie
+        return *made_for, self.grad_outs, self.constants, self.deterministic, *lie

@@ -6,7 +6,6 @@
     pad           large products of misaligned rows, on a GPU         bridge.compile.passes.product_variants
     choose        memory layouts, algorithms of products              bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
-    accumulate    sums of products in place, where that is allowed    bridge.compile.passes.product_variants
     widen         float32 gradients straight from half products       bridge.compile.passes.product_variants
     fuse          loop graph → groups                                 bridge.compile.schedule.fuse
     generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, .backend
@@ -54,8 +53,8 @@ from bridge.compile.passes.patterns import (
     generate_pool_gradients,
     name_normal_functions,
 )
-from bridge.compile.passes.product_variants import accumulate, pad_products, split_products, widen_gradients
-from bridge.compile.passes.sections import place_sections, read_parts_apart, recompute_sections, recompute_slices
+from bridge.compile.passes.product_variants import pad_products, split_products, widen_gradients
+from bridge.compile.passes.sections import read_parts_apart, recompute_sections, recompute_slices
 from bridge.compile.runtime.build import WeakCache
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.link import assemble
@@ -81,7 +80,6 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_row_values,
     generate_pool_gradients,
     eliminate_dead_code,
-    place_sections,
 )
 """Passes over a graph whose layouts are chosen, in order. None changes a bit of any value."""
 
@@ -111,7 +109,6 @@ def compile_function(
     ``drawn``: place → dropout mask that kernels recompute from the generator's seed and offset (int64) in its place.
 
     No bit of a value depends on which other values are results: see :mod:`bridge.compile.schedule.fuse`.
-    ``options.sums_in_place`` gives that up, for :mod:`bridge.compile.passes.product_variants`.
     """
     return Compilation(func, name, options, drawn).finish()
 
@@ -235,8 +232,6 @@ class _Graphs:
         counts = options.grad_outs, options.constants, lasting
         placed = choose_layouts(neutral, self._backend, policy, *counts, dict(options.orders))
         graph = optimize(placed, self._backend)
-        if options.sums_in_place:
-            graph = accumulate(graph)
         self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)
         inside = replace(options, grad_outs=0, constants=0, orders=(), given_orders=())
         scans = [node.scan for node in self._graph.nodes if isinstance(node, LoopCall)]

@@ -207,9 +207,7 @@ class _Backwards:
     def _begun(self, outputs: tuple[int, ...]) -> Executable:
         lowered = self._lowered
         graphed = None if self._graphs is None else partial(self._graphs.backward, grad_outs=len(outputs))
-        options = replace(
-            self._options, sums_in_place=True, grad_outs=len(outputs), **backward_orders(lowered, outputs)
-        )
+        options = replace(self._options, grad_outs=len(outputs), **backward_orders(lowered, outputs))
         source, name = lowered.backward_source(outputs), lowered.captured.module_name
         return Executable(source, name, "backward", options, self._masks, graphed)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from tvm import relax
@@ -26,9 +25,9 @@ def function(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Fun
     return builder.get()["main"]
 
 
-def current_options(sums_in_place: bool = False) -> CompileOptions:
+def current_options() -> CompileOptions:
     """The current options for this machine's processor."""
-    return replace(CompileOptions.current(backend_for(None)), sums_in_place=sums_in_place)
+    return CompileOptions.current(backend_for(None))
 
 
 def program(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Program:

@@ -138,7 +138,7 @@ def _task(g: Buffers, scope: LoopScope, block: OutputTile) -> None:
         depth = body.name(smaller(field["k"] - begin, const(DEPTH)), "depth")
         a_chunk = body.name(a + begin * field["a_column"], "a_chunk")
         b_chunk = body.name(b + begin * field["b_row"], "b_chunk")
-        onto = body.name(tirx.Cast(INDEX, tirx.Or(begin > const(0), field["accumulate"] > const(0))), "onto")
+        onto = body.name(tirx.Cast(INDEX, begin > const(0)), "onto")
         body.add(loop(panels, lambda inside, panel: panel_of_b(inside, panel, b_chunk, depth)))
 
         def strip(inside: LoopScope, index: Var) -> None:
@@ -209,7 +209,7 @@ def _packed_task(g: Buffers, scope: LoopScope, block: OutputTile) -> None:
     def chunk(body: LoopScope, index: Var) -> None:
         begin = body.name(index * const(DEPTH), "begin")
         depth = body.name(smaller(field["k"] - begin, const(DEPTH)), "depth")
-        onto = body.name(tirx.Cast(INDEX, tirx.Or(begin > const(0), field["accumulate"] > const(0))), "onto")
+        onto = body.name(tirx.Cast(INDEX, begin > const(0)), "onto")
 
         def strip(inside: LoopScope, number: Var) -> tuple[Var, Var, Var]:
             first = inside.name(number * field["strip_rows"], "first")

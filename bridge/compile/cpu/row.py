@@ -147,9 +147,6 @@ class VectorStep(PassStep):
         """Statements of the step's stores, caches and accumulations."""
         e, scope, nodes = self.e, self.scope, self.plan.nodes
         for node in row_pass.stores:
-            if nodes[node].places:
-                self._store_sections(node)
-                continue
             buffer, index = scope.buffers.outputs[node], e.index(scope.result(node, self.position), 1)
             e.stmts.append(BufferStore(buffer, e.stored(self._value(node), nodes[node].dtype), [index]))
             e.stmts += scope.behind(node, buffer, self.position, e.lanes)
@@ -171,14 +168,6 @@ class VectorStep(PassStep):
             old = e.bind(BufferLoad(buffer, [at]))
             e.stmts.append(BufferStore(buffer, combine(e, nodes[node].op, old, operand), [at]))
         return e.stmts
-
-    def _store_sections(self, index: int) -> None:
-        node, e = self.plan.nodes[index], self.e
-        values = self.scope.values(node.operands, e, self._read)
-        for value, place in zip(values, node.places, strict=True):
-            at, step = self._place(place)
-            buffer, stored = self.scope.buffers.outputs[index], e.stored(value, node.dtype)
-            e.stmts.append(BufferStore(buffer, stored, [e.index(at, step)]))
 
     def _add_one_by_one(self, node: int, operand: Expr) -> None:
         """Accumulates the lanes of a narrower vector, the columns after the vectors, in order."""

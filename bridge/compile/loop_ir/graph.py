@@ -1,9 +1,8 @@
 """Loop IR: a graph of nodes over strided views, between a Relax function and its kernels.
 
-Six kinds of node, each with *dense* results:
+Five kinds of node, each with *dense* results:
 
 * :class:`Pointwise` — element ``i`` of the result from elements of the operands' views at ``i``;
-* :class:`Sections` — a concatenation, written by the kernels of its operands;
 * :class:`Reduction` — over the middle of ``(outer, reduced, inner)``: a row reduction if ``inner == 1``, a column
   reduction otherwise;
 * :class:`LibraryCall` — torch computes it (:mod:`bridge.library`); a :class:`LoopCall`, a program of its own;
@@ -47,7 +46,7 @@ __all__ = [
     "Node",
 ]
 __all__ += ["OneOperand", "OneOut", "Operand", "Pad", "Pointwise", "Positions", "Product", "Reduction", "Result"]
-__all__ += ["Scalar", "Sections", "Shaped", "Value", "eliminate_dead_code", "is_turned", "needed", "whole"]
+__all__ += ["Scalar", "Shaped", "Value", "eliminate_dead_code", "is_turned", "needed", "whole"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,30 +157,6 @@ class Pad(Pointwise):
 
 
 @dataclass(frozen=True, eq=False)
-class Sections(OneOut):
-    """``out[o, s, i] = operands[s][o, i]``, sections of ``inner`` elements: iterates like its operands, each a whole
-    value, and stores section by section. No kernel reads the result that it writes.
-    """
-
-    op = "concat"
-    operands: tuple[Operand, ...]
-    out: Value
-    inner: Dim
-
-    @property
-    def elements(self) -> Dim:
-        """Elements of a section."""
-        return self.out.numel // len(self.operands)
-
-    @property
-    def places(self) -> tuple[Operand, ...]:
-        """The sections as views of the result."""
-        shape, strides = (self.elements // self.inner, self.inner), (len(self.operands) * self.inner, 1)
-        offsets = (section * self.inner for section in range(len(self.operands)))
-        return tuple(Operand(self.out, View(shape, strides, offset)) for offset in offsets)
-
-
-@dataclass(frozen=True, eq=False)
 class Reduction(OneOperand, OneOut):
     """``out[o, i] = op over r of operand[o, r, i]``, with extents ``outer``, ``reduced``, ``inner``.
 
@@ -239,16 +214,15 @@ class Fallback:
 class Product(OneOut):
     """``out = a @ b`` by the backend's generated product function of an element type.
 
-    It reads the operands' values in the plan's memory layouts. With ``onto``, it adds to that value, in place.
+    It reads the operands' values in the plan's memory layouts.
     """
 
     operands: tuple[Operand, ...]
     out: Value
     plan: ProductPlan
-    onto: Value | None = None
 
 
-Node = Pointwise | Sections | Reduction | LibraryCall | Fallback | Product
+Node = Pointwise | Reduction | LibraryCall | Fallback | Product
 
 
 @dataclass(frozen=True)

@@ -139,10 +139,10 @@ FIELDS = (
     *("a_outer", "a_inner", "a_row", "a_column"),
     *("b_outer", "b_inner", "b_row", "b_column"),
     *("c_outer", "c_inner", "c_row"),
-    *("block_rows", "block_columns", "strip_rows", "accumulate"),
+    *("block_rows", "block_columns", "strip_rows"),
 )
 """Descriptor, int64: ``c[o, i] = a[o, i] @ b[o, i]`` for two batch extents, strides in elements (a result's rows are
-dense), the block of one task, rows per packed panel (0: not packed), whether to accumulate into ``c``."""
+dense), the block of one task, rows per packed panel (0: not packed)."""
 
 Strides = tuple[Dim, ...]
 
@@ -232,11 +232,11 @@ class ProductPlan:
         """The operands' offsets in elements."""
         return self.geometry.a_offset, self.geometry.b_offset
 
-    def descriptor(self, accumulate: bool = False) -> tuple[Dim, ...]:
-        """Values of :data:`FIELDS`; ``accumulate``: whether the product is added to the output."""
+    def descriptor(self) -> tuple[Dim, ...]:
+        """Values of :data:`FIELDS`."""
         geometry = self.geometry
         strip_rows = 0 if self.packing is None else self.packing.strip_rows
-        told = (*self.block, strip_rows, int(accumulate))
+        told = (*self.block, strip_rows)
         fields = (*geometry.extents, *geometry.a, *geometry.b, *geometry.c[:3], *told)
         assert len(fields) == len(FIELDS)
         return fields

@@ -1,10 +1,4 @@
-"""Variants of matrix products: a product → split, padded, widened or accumulated.
-
-Accumulation: a sum of two products → the later product, added onto the earlier one in place. If an input feeds several
-products (the query, key and value of an attention), its gradient is a sum of products. A product that accumulates
-saves writing its own result and reading both. The order of additions, hence rounding, differs from a sum of finished
-products, and depends on the terms' other consumers. So this is for functions that need not have the same bits whatever
-is saved: backwards (see :func:`bridge.compile.compile_function`).
+"""Variants of matrix products: a product → split, padded or widened.
 
 Split products: a product of few rows → a batch of products of parts of its inner axis, added up. The product is too
 small to fill a GPU, and later kernels wait for it. cuBLAS also splits the inner axis, but adds up the partials in a
@@ -41,7 +35,6 @@ from bridge.compile.loop_ir.graph import (
     Operand,
     Pad,
     Pointwise,
-    Product,
     Reduction,
     Result,
     Shaped,
@@ -54,45 +47,7 @@ from bridge.compile.loop_ir.views import alike, is_dense
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.products import LayoutClass, ProductShape
 
-__all__ = ["WIDE", "accumulate", "pad_products", "split_products", "widen_gradients"]
-
-
-def accumulate(graph: Graph) -> Graph:
-    """Lets the later of two products add onto the earlier one, if their sum is the only consumer of both."""
-    readers = Counter(
-        operand.value for node in graph.nodes for operand in node.operands if isinstance(operand, Operand)
-    )
-    readers.update(operand.value for operand in graph.results)
-    nodes: list[Node] = []
-    position: dict[Value, int] = {}
-    for node in graph.nodes:
-        terms = _terms(node, nodes, position, readers)
-        if terms is None:
-            position.update((out, len(nodes)) for out in node.outs)
-            nodes.append(node)
-            continue
-        first, second = terms
-        place = position[second]
-        # The sum may have another shape of the same elements: the memory order is the same.
-        nodes[place] = replace(nodes[place], operands=(*nodes[place].operands, whole(first)), out=node.out, onto=first)
-        position[node.out] = place
-    return replace(graph, nodes=nodes) if len(nodes) != len(graph.nodes) else graph
-
-
-def _terms(
-    node: Node, nodes: list[Node], position: dict[Value, int], readers: Counter[Value]
-) -> tuple[Value, Value] | None:
-    """The products that an addition adds, the earlier one first; ``None`` for other nodes."""
-    if type(node) is not Pointwise or node.op != "add":
-        return None
-    for operand in node.operands:
-        if not isinstance(operand, Operand) or operand.value not in position or readers[operand.value] != 1:
-            return None
-        aligned = is_dense(operand.view) and same(operand.view.offset, 0) and same(operand.value.numel, node.out.numel)
-        if not aligned or not isinstance(nodes[position[operand.value]], Product):
-            return None
-    first, second = sorted((operand.value for operand in node.operands), key=position.__getitem__)
-    return None if nodes[position[second]].onto else (first, second)
+__all__ = ["WIDE", "pad_products", "split_products", "widen_gradients"]
 
 
 def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: bool = False) -> Graph:

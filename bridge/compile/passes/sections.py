@@ -1,13 +1,8 @@
-"""Sections: slices, concatenations and values that are made in parts → reads and writes of a larger buffer in place.
+"""Sections: slices, concatenations and values that are made in parts → reads of a larger buffer in place.
 
 Sections: operands of a concatenation made by cheap arithmetic → the arithmetic inside their section. Each gate of an
 LSTM's gradient, or half of a rotary embedding, is computed where the concatenation puts it, and never stored by itself.
 A small concatenation, whose launch takes longer than its arithmetic, recomputes all point-wise producers.
-
-Sections in place: a concatenation of kernels' results, for consumers in memory → stored by the producing kernel. A
-product reads the gradients of an LSTM's gates, or of query, key and value, side by side. The kernel that computes them
-stores each in its section, with the same rounding, and no further pass over memory joins them. A concatenation that a
-kernel reads stays: it needs no memory at all.
 
 Slices: a slice of the result of cheap arithmetic → the arithmetic on slices of its operands. Example: ``exp(y[:, :4])``
 and ``z + y[:, 4:]`` read ``y = x * s``: two products of halves, and ``y`` is dead. If only slices of a value are read,
@@ -37,9 +32,7 @@ from bridge.compile.loop_ir.graph import (
     Node,
     Operand,
     Pointwise,
-    Reduction,
     Scalar,
-    Sections,
     Value,
     whole,
 )
@@ -47,7 +40,7 @@ from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.cheap import Producers, box_of_arithmetic
 from bridge.compile.schedule.limits import Rules
 
-__all__ = ["Placed", "place_sections", "read_parts_apart", "recompute_sections", "recompute_slices"]
+__all__ = ["Placed", "read_parts_apart", "recompute_sections", "recompute_slices"]
 
 
 def recompute_sections(graph: Graph, rules: Rules) -> Graph:
@@ -140,45 +133,6 @@ class _Small(_Sections):
         out = Value(self._name, self._spread, operand.dtype)
         self.nodes.append(Pointwise(producer.op, placed, out))
         return whole(out)
-
-
-def place_sections(graph: Graph, rules: Rules) -> Graph:
-    """Stores concatenations of few sections directly from the kernels that compute their operands."""
-    made = {node.out for node in graph.nodes if type(node) is Pointwise}
-    by_kernels = {
-        operand.value
-        for node in graph.nodes
-        for operand in node.operands
-        if isinstance(node, Pointwise | Reduction) and isinstance(operand, Operand)
-    }
-    most, nodes = rules.limits.concats.placed_sections, []
-    for node in graph.nodes:
-        if isinstance(node, Concat) and len(node.operands) <= most and node.out not in by_kernels:
-            node = _placed(node, made) or node
-        nodes.append(node)
-    return replace(graph, nodes=nodes)
-
-
-def _placed(node: Concat, made: Collection[Value]) -> Sections | None:
-    """The in-place concatenation; ``None`` unless each section is a whole value that a kernel makes."""
-    values = []
-    for operand in node.operands:
-        if isinstance(operand, Scalar) or operand.value not in made or not _is_all(operand, node):
-            return None
-        values.append(operand.value)
-    return Sections(tuple(map(whole, values)), node.out, node.inner)
-
-
-def _is_all(operand: Operand, node: Concat) -> bool:
-    """Whether a section reads all elements of a value in memory order."""
-    view, sections = operand.view, len(node.operands)
-    if not same(operand.value.numel * sections, node.out.numel):
-        return False
-    place = next(
-        axis for axis, extent in enumerate(view.shape) if same(extent, sections) and same(view.strides[axis], 0)
-    )
-    shape, strides = ((*each[:place], *each[place + 1 :]) for each in (view.shape, view.strides))
-    return Operand(operand.value, View(shape, strides, view.offset)).is_whole and same(view.offset, 0)
 
 
 def recompute_slices(graph: Graph, rules: Rules) -> Graph:

@@ -84,9 +84,8 @@ def kernel_of(
     if isinstance(node, LibraryCall):
         return node
     if isinstance(node, Product):
-        values = tuple(operand.value for operand in node.operands[:2])
-        ops = ("matmul",) if node.onto is None else ("matmul", "add")
-        return Kernel(generate(node.plan), values, node.outs, (), ops, node.plan.descriptor(node.onto is not None))
+        values = tuple(operand.value for operand in node.operands)
+        return Kernel(generate(node.plan), values, node.outs, (), ("matmul",), node.plan.descriptor())
     if isinstance(node, Fallback):
         values = tuple(operand.value for operand in node.operands)
         return Kernel(node.kernel, values, node.outs, (), (node.op,), node.scalars)
@@ -179,7 +178,6 @@ class _Slots:
     Attributes:
         numbers: (value, view) → slot; ``label``: slot → its name, for display.
         lifetimes: first and last step of each intermediate.
-        merged: a value that a product accumulates into → the chain's last sum, whose slot it shares.
         results: the values that are results; ``allocated``: values in memory that a library call allocates.
     """
 
@@ -189,10 +187,6 @@ class _Slots:
         self._steps = steps
         self.label: dict[int, str] = {}
         self.lifetimes: dict[Value, tuple[int, int]] = {}
-        self.merged: dict[Value, Value] = {}
-        for node in reversed(graph.nodes):
-            if isinstance(node, Product) and node.onto is not None:
-                self.merged[node.onto] = self.merged.get(node.out, node.out)
         self.results = dict.fromkeys(op.value for op in graph.results if op.value.source == "node")
         self.allocated = dict.fromkeys(
             out for node in kernels if isinstance(node, LibraryCall) and node.allocates for out in node.outs
@@ -202,7 +196,6 @@ class _Slots:
         """The slot of a value, alive until the next step."""
         if value.source == "index":
             raise AssertionError(f"{value.name} lies nowhere, and something that is no generated kernel reads it")
-        value = self.merged.get(value, value)
         key = (value, None)
         if key not in self.numbers:
             self.new(key, value.name)
@@ -224,7 +217,7 @@ class _Slots:
     def name(self, value: Value) -> str:
         if value.source == "index":
             return value.name
-        return self.label[self.numbers[self.merged.get(value, value), None]]
+        return self.label[self.numbers[value, None]]
 
 
 class _Linker:
@@ -260,8 +253,6 @@ class _Linker:
                 self._loop(kernel, bodies[kernel.scan.body])
             elif isinstance(kernel, LibraryCall):
                 self._library(kernel)
-            elif isinstance(group.nodes[0], Product) and len(group.nodes) > 1:
-                self._chain(group, kernel)
             elif isinstance(group.nodes[0], Product):
                 self._product(group.nodes[0], kernel)
             else:
@@ -353,18 +344,6 @@ class _Linker:
         offsets = (a_offset * size, 0 if node.plan.packing else b_offset * size, 0)
         names = self.slots.names(arguments), self.slots.names((result,))
         self.steps.append(Launch(name, *names, kernel.ops, arguments, (result,), kernel.scalars, offsets, inside))
-
-    def _chain(self, group: Group, kernel: Kernel) -> None:
-        """Adds a chain, which reads its products' operands at addresses, as products do."""
-        arguments, results = (tuple(map(self.slots.of, values)) for values in (kernel.inputs, kernel.outputs))
-        name = self.kernel_names.setdefault(kernel.func, self._kernel_name(kernel))
-        self.functions[name] = kernel.func
-        first, last = group.nodes[0].plan, group.nodes[-1].plan
-        begin = [offset * itemsize(first.element_type) for offset in (*first.offsets, last.offsets[1])]
-        offsets = (*begin, *[0] * (len(arguments) + len(results) - len(begin)))
-        inside = contents(group.nodes, kernel.outputs, self.slots.name)
-        names = self.slots.names(arguments), self.slots.names(results)
-        self.steps.append(Launch(name, *names, kernel.ops, arguments, results, kernel.scalars, offsets, inside))
 
     def _packed(self, node: Product, b: int, scalars: tuple[Dim, ...]) -> int:
         """The slot of a product's packed operand, shared by products with the same access to it."""

@@ -32,7 +32,6 @@ from bridge.compile.loop_ir.graph import (
     Pointwise,
     Product,
     Reduction,
-    Sections,
     Value,
 )
 from bridge.compile.loop_ir.views import View, alike, merged
@@ -86,8 +85,6 @@ def _single(index: int, node: Node, rules: Rules) -> Group:
             group = Group(index, [node], node.operands[0].view.numel, node.columns)
         case Pointwise():
             group = Group(index, [node], node.out.numel)
-        case Sections():
-            group = Group(index, [node], node.elements)
         case Reduction() if same(node.inner, 1):
             group = Group(index, [node], node.operand.view.numel, node.reduced)
         case Reduction():
@@ -244,8 +241,6 @@ def _union(first: Group, second: Group, position: dict[Node, int], rules: Rules)
     union.made = {**first.made, **second.made}
     for group in (first, second):
         union.per_row |= group.per_row if same(group.elements, elements) else set(group.nodes)
-    if any(isinstance(node, Sections) for node in union.per_row):
-        return None
     if union.batch is not None and columns is not None and not divides(union.batch, elements // columns):
         return None
     for group, other in ((first, second), (second, first)):
@@ -289,8 +284,6 @@ def _crosses(group: Group, node: Node, operand: Operand) -> bool:
     producer = group.made[operand.value]
     if isinstance(producer, Pad) or (isinstance(producer, Reduction) and not same(producer.inner, 1)):
         return False  # complete only after all rows
-    if isinstance(producer, Sections):
-        return False  # at another place of each section
     row_value = producer in group.per_row or isinstance(producer, Reduction)
     if not row_value:
         return node not in group.per_row and _aligned(operand)
@@ -308,8 +301,6 @@ def space_of(group: Group, rules: Rules) -> Space | None:
         accesses += [(operand.view, scale) for operand in node.operands if isinstance(operand, Operand)]
         if isinstance(node, Concat):
             accesses.append((sections_of(node), 1))
-        if isinstance(node, Sections):
-            accesses += [(place.view, 1) for place in node.places]
     reductions = [node for node in group.nodes if isinstance(node, Reduction)]
     reduces = any(same(node.inner, 1) for node in reductions)
     of_columns = not all(same(node.inner, 1) for node in reductions)

@@ -117,7 +117,6 @@ class ConcatLimits:
         joined_rows: minimum of a concatenation in generated code: the library copies fewer rows by columns.
         section_operators: depth of an operand's arithmetic that is recomputed inside its section.
         section_elements: maximum of a concatenation whose point-wise producers are all recomputed.
-        placed_sections: maximum of a concatenation that its operands' kernel writes; 0: none.
         parts_apart: maximum number of concatenations that a loop reads as separate parts; 0: none.
     """
 
@@ -125,7 +124,6 @@ class ConcatLimits:
     joined_rows: int
     section_operators: int
     section_elements: int
-    placed_sections: int
     parts_apart: int
 
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from autodiff.extents import Dim, Extent, divides, maximum, minimum, same, sample_of
 from autodiff.ir import itemsize
 from bridge.compile.codegen.pointwise import EXPENSIVE, MASKS, compute_type
-from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pad, Pointwise, Reduction, Scalar, Sections, Value
+from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pad, Pointwise, Reduction, Scalar, Value
 from bridge.compile.loop_ir.operations import Argument, Number
 from bridge.compile.schedule.access import Arguments, Space, access
 from bridge.compile.schedule.fuse import Group, space_of
@@ -332,9 +332,6 @@ class _Planner:
         if isinstance(node, Reduction):
             reduces = "row" if same(node.inner, 1) else "column"
             return Compute(node.op, operands, node.out.dtype, reduces == "row", reduces)
-        if isinstance(node, Sections):
-            places = tuple(access(self.space, each, 1, self.arguments, fixed=self.fixed) for each in node.places)
-            return Compute(node.op, operands, node.out.dtype, places=places)
         sections = self._sections(node) if isinstance(node, Concat) else ()
         behind = node.out.shape[-1] - node.columns if isinstance(node, Pad) else 0
         return Compute(node.op, operands, node.out.dtype, per_row, sections=sections, behind=behind)

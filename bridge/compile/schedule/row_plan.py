@@ -83,7 +83,6 @@ class Compute:
         sections: ``(axis, count)`` of each loop inside a row over the sections of a concatenation (its operands),
             ``count`` sections per iteration; empty for other operations.
         behind: zeros that are stored after each row of the result.
-        places: where to store each operand of a concatenation written section by section; empty for other operations.
     """
 
     op: str
@@ -93,7 +92,6 @@ class Compute:
     reduces: str = ""
     sections: tuple[tuple[int, int], ...] = ()
     behind: int = 0
-    places: tuple[Access, ...] = ()
 
 
 @dataclass(frozen=True)

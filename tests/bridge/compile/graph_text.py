@@ -11,7 +11,6 @@ from bridge.compile.loop_ir.graph import (
     Operand,
     Product,
     Scalar,
-    Sections,
     Value,
 )
 from bridge.compile.loop_ir.views import dense
@@ -45,8 +44,6 @@ def _name(node: Node | LayoutAgnostic) -> str:
     match node:
         case Concat():
             return "concat"
-        case Sections():
-            return "sections"
         case LibraryCall():
             return f"library {node.name}"
         case Product():

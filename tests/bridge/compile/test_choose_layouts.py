@@ -328,8 +328,7 @@ def test_a_plan_is_all_that_the_kernel_is_told():
     assert [fields[f"a_{name}"] for name in ("inner", "row", "column")] == [128, 1, 16]
     assert [fields[f"b_{name}"] for name in ("inner", "row", "column")] == [24, 1, 8]
     assert [fields[f"c_{name}"] for name in ("inner", "row")] == [48, 3]
-    assert (fields["block_rows"], fields["block_columns"], fields["accumulate"]) == (4, 32, 0)
-    assert plan.descriptor(accumulate=True) == (*plan.descriptor()[:-1], 1)
+    assert (fields["block_rows"], fields["block_columns"]) == (4, 32)
     again = ProductPlan(plan.way, plan.element_type, plan.geometry, plan.block)
     assert again == plan and hash(again) == hash(plan)
 

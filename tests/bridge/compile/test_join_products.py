@@ -127,7 +127,7 @@ def programs(make, shapes, wanted, dtype=torch.float64, varying=None, backends=(
     found = []
     for backend in backends:
         options = CompileOptions.current(backend(target=host.target, order=host.order, limits=host.limits))
-        found.append(Compilation(backward, "bw", replace(options, sums_in_place=True, grad_outs=1)).finish())
+        found.append(Compilation(backward, "bw", replace(options, grad_outs=1)).finish())
     return found
 
 

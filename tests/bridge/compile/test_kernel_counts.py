@@ -47,7 +47,7 @@ def compiled(module: nn.Module, *shape: int) -> list[Program]:
     torch.manual_seed(0)
     lowered = lower(module, torch.randn(shape, requires_grad=True))
     options = replace(CompileOptions.current(backend_for(None)), deterministic=True)
-    backward = compile_function(lowered.backward, name="backward", options=replace(options, sums_in_place=True))
+    backward = compile_function(lowered.backward, name="backward", options=options)
     return [compile_function(lowered.forward, name="forward", options=options), backward]
 
 

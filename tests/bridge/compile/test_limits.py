@@ -28,7 +28,6 @@ LIMITS = {
     "terms": (8, 32),
     "joined_sections": (1, 16),
     "section_operators": (1, 12),
-    "placed_sections": (0, 0),
 }
 ORDERS = {
     "lanes": (32, 8),

@@ -7,15 +7,14 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from tvm import relax
 from tvm.relax import op as R
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import Launch, MakeView, compile_function
+from bridge.compile import Launch, MakeView
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.schedule.products import GENERATED
 from tests.bridge.compare import check_module
-from tests.bridge.compile_helpers import current_options, function, program
+from tests.bridge.compile_helpers import program
 from tests.sampling import sampled, spread
 
 SIZES = [(1, 1, 1), (3, 5, 7), (14, 16, 32), (15, 33, 17), (29, 600, 70), (13, 40, 40), (100, 257, 193), (64, 512, 96)]
@@ -118,50 +117,6 @@ def test_heads_are_split_and_joined_without_a_copy():
     heads = [x.double().permute(0, 2, 1, 3) for x in (q, k)]
     exact = (heads[0] @ heads[1].mT @ heads[1]).permute(0, 2, 1, 3).reshape(32, 24)
     torch.testing.assert_close(compiled([q, k])[0].double(), exact, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
-def test_sums_of_products_grow_in_one_place(order):
-    """Three products and no addition, for any order of the sum; only where that is asked for."""
-    torch.manual_seed(6)
-    inputs = [torch.randn(20, 300) for _ in range(3)] + [torch.randn(300, 40) for _ in range(3)]
-    params = [(tuple(x.shape), "float32") for x in inputs]
-
-    def body(emit, *p):
-        made = [emit(R.matmul(p[i], p[3 + i])) for i in range(3)]
-        total = emit(R.add(emit(R.add(made[order[0]], made[order[1]])), made[order[2]]))
-        return [emit(R.reshape(total, (2, 10, 40)))]
-
-    relax_function = function(params, body)
-    summed = compile_function(relax_function, name="test", options=current_options(sums_in_place=True))
-    plain = compile_function(relax_function, name="test")
-    exact = sum(a.double() @ b.double() for a, b in zip(inputs[:3], inputs[3:], strict=True)).view(2, 10, 40)
-    plainly, in_place = ([step.ops for step in p.steps if isinstance(step, Launch)] for p in (plain, summed))
-    assert [ops[0] for ops in plainly] == ["matmul", "matmul", "matmul", "add"], str(plain)
-    assert ("matmul", "add") in in_place, str(summed)
-    assert len(in_place) == (3 if order[-1] == max(order) else 4), str(summed)
-    for compiled in (summed, plain):
-        torch.testing.assert_close(compiled(inputs)[0].double(), exact, rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(compiled(inputs)[0].double(), exact, rtol=1e-5, atol=1e-4)
-
-
-def test_a_product_that_is_read_elsewhere_is_not_added_onto():
-    a, b, c = torch.randn(16, 32), torch.randn(32, 48), torch.randn(32, 48)
-
-    def body(emit, a, b, c):
-        first, second = emit(R.matmul(a, b)), emit(R.matmul(a, c))
-        return [
-            first,
-            emit(R.add(first, second)),
-            emit(R.add(emit(R.matmul(b, emit(R.permute_dims(c)))), relax.const(1.0))),
-        ]
-
-    relax_function = function([((16, 32), "float32"), ((32, 48), "float32"), ((32, 48), "float32")], body)
-    compiled = compile_function(relax_function, name="test", options=current_options(sums_in_place=True))
-    first, total, last = compiled([a, b, c])
-    torch.testing.assert_close(first, a @ b, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(total, a @ b + a @ c, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(last, b @ c.T + 1, rtol=1e-4, atol=1e-4)
 
 
 def test_nan_and_infinity_pass_through():
