@@ -53,6 +53,7 @@ from bridge.capture.rows import (
 )
 from bridge.capture.scalar_guards import ReadsDifferError, ScalarGuard, frozen, line_of_reading, numbers_of
 from bridge.capture.values import Replayed, Values, without_graph
+from bridge.capture.whole_functions import SHAPES
 
 if TYPE_CHECKING:
     from bridge.base.torch_internals import FakeTensorMode
@@ -258,8 +259,17 @@ class OperatorRecorder(PreDispatchMode):
             result = self._symbols.result(func, args, kwargs, known, where)
         else:
             with no_python_kernels():
-                result = func(*args, **kwargs)
+                result = NotImplemented if known is None else self._whole(func, args, kwargs, known)
+                if result is NotImplemented:
+                    result = func(*args, **kwargs)
         return result if known is None else _own_results(func, args, result, known)
+
+    def _whole(self, func: Any, args: tuple, kwargs: dict[str, Any], known: Row) -> Any:
+        """An operator that stays whole, on fake tensors → an empty result; ``NotImplemented`` for others."""
+        made = SHAPES[func](*args, **kwargs) if func in SHAPES else NotImplemented
+        if made is NotImplemented or not self.answers.forms[known.results.number].requires_grad:
+            return made
+        return made.requires_grad_().clone()
 
     # Opened operators
 

@@ -162,6 +162,20 @@ def test_a_product_times_zero_is_read_where_torchs_kernel_reads_it(product, dtyp
     check_module(lambda: Function(partial(getattr(torch, product), alpha=0, beta=0.5)), call, calls=1, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "operator",
+    [
+        torch.cov,
+        lambda x: torch.combinations(x[0]),
+        lambda x: resynthesized(x, x[0].detach().sin() + 2),
+    ],
+)
+def test_a_result_that_is_written(operator):
+    """The run on fake tensors replays no rows whose results change; torch's formula reads numbers there."""
+    module = Function(lambda x: operator(x).mul_(2).sin())
+    check_module(lambda: module, lambda: Call((square(),)), calls=1, rtol=1e-10, atol=1e-12)
+
+
 def test_what_nothing_uses_has_no_gradient():
     """For equal singular values the vectors' terms would be 0 / 0; eager leaves them out."""
 
@@ -175,7 +189,10 @@ def test_what_nothing_uses_has_no_gradient():
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 8), (torch.float32, 12), (torch.float16, 8)])
 def test_products_of_groups(dtype, width, caplog):
     """torch's formula for fake tensors has bfloat16 alone: transformers' mixtures of experts were refused."""
-    function = Function(lambda rows, matrices, ends: torch._grouped_mm(rows, matrices.mT, offs=ends).square())
+    groups = torch._grouped_mm
+    function = Function(
+        lambda rows, matrices, ends: groups(rows, matrices.mT, offs=ends) * groups(rows, matrices.mT, offs=ends).mul_(2)
+    )
     eager = Function(function.function)
     given = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((12, 16), (4, width, 16))]
     add_tvm_dispatch(function, (*given, torch.tensor([3, 6, 6, 12]).int()))
