@@ -52,7 +52,7 @@ lowered = lower(layer, x, partition="save_all")
 lowered
 
 # %% [markdown]
-# `captured` is the ATen graph that `torch.export` sees; `imported` is the same in Relax, TVM's graph language.
+# `captured` is the ATen graph of the recorded run; `imported` is the same in Relax, TVM's graph language.
 # Operators are boxes, small constants and parameters stand in the boxes that read them, reshapes and permutations are
 # part of the arrows. The three masks are inputs: torch draws them before the forward, in eager's order, from eager's
 # generator.
@@ -102,8 +102,9 @@ print(*function_lines(adjoint), sep="\n")
 # %% [markdown]
 # **Zapping** removes that. `zapp_like` turns `ones_like`, `broadcast_to`, `collapse_sum_to` of known shapes into
 # plain operations or nothing, `one_zapp` drops products with one, `zero_zapp` sums with zero. There is no rule for $x
-# \cdot 0$: it is not zero for infinities and NaN. `differentiate` is `seed_vjp`, `Gradient`, and forgetting the scalar;
-# here it is on the same function, before and after `clean`, which runs all the small passes to a fixed point.
+# \cdot 0$: it is not zero for infinities and NaN. `differentiate` is `seed_vjp`, reverse
+# accumulation by rules of its own (TVM's where there is none), and forgetting the scalar; here is its result on the
+# same function, before and after `clean`, which runs all the small passes to a fixed point.
 
 # %%
 joint = autodiff.differentiate(tiny, outputs=[0], require_grads=[0, 1])
@@ -166,11 +167,11 @@ visualize(lower(half, x, partition="save_all"), "cleaned")
 # %%
 for name, part in (("forward", lowered.forward), ("backward", lowered.backward)):
     print(f"{name}: {len(part.params)} parameters, {size(part)} operations, {len(results(part))} results")
-captures = lowered.plan.captures
-print(f"{len(captures)} captures, {lowered.plan.bytes:,} bytes; the largest:")
-for saved in sorted(captures, key=lambda saved: -saved.bytes)[:4]:
+saved_tensors = lowered.plan.captures
+print(f"{len(saved_tensors)} saved tensors, {lowered.plan.bytes:,} bytes; the largest:")
+for saved in sorted(saved_tensors, key=lambda saved: -saved.bytes)[:4]:
     print(f"  {saved.name:<24} {saved.dtype} {saved.shape}: {saved.reason}")
-assert len(results(lowered.forward)) == lowered.num_results + len(captures)
+assert len(results(lowered.forward)) == lowered.num_results + len(saved_tensors)
 
 # %% [markdown]
 # ## The autograd Function by hand
@@ -342,11 +343,12 @@ print(saved_bytes(smaller, layer, (x,)))
 # the sum is least; matrix products and reductions are never computed twice. The rest is recomputed in the backward.
 
 # %%
-print(f"save_all {lowered.plan.bytes:,} bytes in {len(lowered.plan.captures)} captures")
-print(f"min_cut  {smaller.plan.bytes:,} bytes in {len(smaller.plan.captures)} captures,", end=" ")
+print(f"save_all {lowered.plan.bytes:,} bytes in {len(lowered.plan.captures)} saved tensors")
+print(f"min_cut  {smaller.plan.bytes:,} bytes in {len(smaller.plan.captures)} saved tensors,", end=" ")
 print(f"{len(smaller.plan.recomputed)} operations recomputed")
 still = {saved.name for saved in smaller.plan.captures}
-print("no longer saved:", *(f"{saved.name} ({saved.op})" for saved in captures if saved.name not in still), sep="\n  ")
+gone = [f"{saved.name} ({saved.op})" for saved in saved_tensors if saved.name not in still]
+print("no longer saved:", *gone, sep="\n  ")
 assert smaller.plan.bytes < lowered.plan.bytes
 
 # %% [markdown]
@@ -380,7 +382,7 @@ for point in points:
         axes.annotate(point.strategy, at, xytext=(6, 4), textcoords="offset points")
 axes.set(
     xlabel="work done again, % of the forward's flops",
-    ylabel="captures, KiB",
+    ylabel="saved tensors, KiB",
     ylim=(0, 1.15 * points[0].bytes / 1024),
     xlim=(-3, 130),
 )

@@ -277,7 +277,7 @@ for name, strategy in strategies.items():
     outputs.append(dispatched(x).detach())
     entry = explain(dispatched).entries[0]
     saved[name] = entry.kept_bytes
-    print(f"{name:<25} {entry.plan.bytes:>7,} bytes captured, {len(entry.plan.recomputed):>2} operations again")
+    print(f"{name:<25} {entry.plan.bytes:>7,} bytes saved, {len(entry.plan.recomputed):>2} operations again")
     for note in entry.plan.notes:
         print(f"  note: {note.split('. ')[0]}")
 figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")

@@ -362,5 +362,5 @@ def _out_of_reach(graph: JointGraph, limit: int, total: int, bound: int, obstacl
     rest = f", and {total:,} are saved (the rest is less than {float(_NOTICEABLE):.0%})" if total > bound else ""
     return (
         f"a budget of {limit:,} bytes is out of reach: {bound:,} bytes is the least{rest}. "
-        f"In the way of {len(obstacles)} captures, the largest first: {listed}"
+        f"In the way of {len(obstacles)} saved tensors, the largest first: {listed}"
     )

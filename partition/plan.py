@@ -205,7 +205,7 @@ class Plan:
         """Totals saved and recomputed, compared with the extremes, and the notes: a few lines."""
         share = f", {self.bytes / self.save_all_bytes:.2f} of save_all" if self.save_all_bytes else ""
         lines = [
-            f"{self.strategy}: {len(self.captures)} captures, {bytes_text(self)} bytes{share}; "
+            f"{self.strategy}: {len(self.captures)} saved tensors, {bytes_text(self)} bytes{share}; "
             f"{self.total_bytes:,} bytes with what is free",
             f"recomputed: {len(self.recomputed)} bindings, {self.cost.flops:,} flops, {self.cost.bytes:,} bytes moved",
             f"extremes: save_all {self.save_all_bytes:,} bytes, nothing recomputed; inputs only 0 bytes, "

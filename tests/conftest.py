@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from bridge.compile import Built
-from bridge.compile.schedule.products import GENERATED
 from bridge.lowering import LoweredCall, reuse
-from bridge.trials import Pace
 from tests.device import DEVICE, factories_on, moved
 from tests.frames import quick_checkcache, quick_getmodule
+from tests.unclocked import choose_without_clock
 
 KEPT_KERNELS = 600
 """Of the last that were built; three or so are one library, of two megabytes."""
@@ -41,13 +40,9 @@ ON_ANY_DEVICE = tuple(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _fixed_products():
-    """Matrix products are chosen without a clock: generated code where it is a candidate, torch's elsewhere."""
+def _without_clock():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "bridge.compile.cpu.products.measured",
-            lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0},
-        )
+        choose_without_clock(patch.setattr)
         yield
 
 
@@ -65,14 +60,6 @@ def _kept_kernels():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bridge.compile.runtime.build.Built", keep)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _few_rounds():
-    """A small call is timed beside eager once, after first-use set-up: tests compare no times."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.dispatch.profitability._PACE", Pace(fewest=1, most=1, warm_up=2))
         yield
 
 

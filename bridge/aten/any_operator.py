@@ -34,8 +34,8 @@ __all__ = ["check_functional", "computed_from", "describe", "whole"]
 
 _TAGS = {
     torch.Tag.nondeterministic_seeded: "a random draw whose distribution no graph holds",
-    torch.Tag.dynamic_output_shape: "the shape of what comes out depends on numbers",
-    torch.Tag.data_dependent_output: "what comes out is a number that Python reads",
+    torch.Tag.dynamic_output_shape: "the shape of a result depends on numbers",
+    torch.Tag.data_dependent_output: "its result is a number that Python reads",
     torch.Tag.inplace_view: "gives a tensor another shape in place",
 }
 

@@ -23,9 +23,7 @@ from bridge.capture import OVERWRITTEN, STOP_GRADIENT, Captured, ScalarGuard
 __all__ = ["COMPUTED", "compared", "computed_numbers", "first_broken", "holds"]
 
 COMPUTED = "a floating point number that forward computes and then reads: compiled code may round it otherwise"
-_HINT = (
-    "keep it a tensor (a detached one is a constant to autograd), or read what it is compared for: `if (x > 1).all()`"
-)
+_HINT = "keep it a tensor (detached, if autograd is not to follow), or read a comparison: `if (x > 1).all()`"
 
 _SHOWN = 40
 """Characters of a list of numbers that a reason quotes."""

@@ -44,6 +44,7 @@ __all__ = ["FakeRecord", "differences", "fake_run_of", "same_numbers"]
 log = channel("dispatch")
 
 _SLICE = aten.slice.Tensor
+_DEPENDS = "do not let it depend on the numbers in tensors, or on anything that changes in between (a clock, a counter)"
 _NOTHING = object()
 
 
@@ -166,18 +167,18 @@ def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
     for index, (a, b) in enumerate(zip(ours.rows, rows, strict=False)):
         if a is not b and not _is_same(ours, a, theirs, b):
             where = "forward" if a.where is None else line_of(a.where)
-            there = "gives it other operands" if a.op is b.op else f"calls {b.op}"
+            there = "has other operands" if a.op is b.op else f"is {b.op}"
             log.debug("row %d: %s\n%s", index, a, b)
             if _is_same(ours, a, theirs, b, given=True):
                 reason = f"on the sample eager gives {_results(ours, a)}, and torch's formula {_results(theirs, b)}"
                 yield Unsupported(str(a.op), where, reason)
                 return
-            reason = f"forward goes another way on fake tensors than on real ones: there it {there}"
-            yield Unsupported(str(a.op), where, reason, "do not let it depend on numbers")
+            reason = f"forward differs between two runs of the same call: in the second, on fake tensors, it {there}"
+            yield Unsupported(str(a.op), where, reason, _DEPENDS)
             return
     if len(ours.rows) != len(rows):
         reason = f"forward makes {len(rows)} calls on fake tensors and {len(ours.rows)} on real ones"
-        yield Unsupported("forward", "forward", reason, "do not let it depend on numbers")
+        yield Unsupported("forward", "forward", reason, _DEPENDS)
     else:
         yield from _result(real, fake)
 

@@ -333,7 +333,7 @@ def _as_array(function: Callable[..., Any], run: Functions, x: torch.Tensor, *ar
 
 
 def _shared(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    run.complain("Tensor.__dlpack__", "what others compute is not in a graph", "compute it with torch")
+    run.complain("Tensor.__dlpack__", "results of other libraries are not in a graph", "compute it with torch")
     return function(x, *args, **kwargs)
 
 

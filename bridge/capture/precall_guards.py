@@ -333,7 +333,7 @@ _WORDS = {
     str: ("the text of a tensor", "too many numbers to compare at each call", "print outside of forward"),
     np.ndarray: (
         "Tensor.numpy",
-        "what numpy computes is not in a graph; a compiled call would repeat the sample's numbers for ever",
+        "NumPy's results are not in a graph; a compiled call would repeat the sample's numbers for ever",
         "compute it with torch, or outside of forward",
     ),
 }
@@ -364,9 +364,9 @@ def uncounted(
 ) -> list[Unsupported]:
     """Refusals of data-dependent sizes that a call cannot compute before its forward."""
     reason = (
-        f"the shape of what comes out {BY_NUMBERS}, and sizes vary"
+        f"the shape of a result {BY_NUMBERS}, and sizes vary"
         if sizes_vary
-        else "the shape of what comes out depends on numbers that forward computes of parameters or draws"
+        else "the shape of a result depends on numbers that forward computes of parameters or draws"
     )
     return [
         shape_by_numbers(reading.where, reason)

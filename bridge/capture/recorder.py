@@ -97,10 +97,9 @@ def _facts(func: Any) -> _Facts:
 
 def nested(op: str, where: str) -> Unsupported:
     """The refusal of an operator that takes or returns a nested tensor."""
-    return Unsupported(op, where, "takes or gives a nested tensor, whose rows have sizes of their own", _PAD)
-
-
-_PAD = "pad the rows, and mask what is padded"
+    return Unsupported(
+        op, where, "takes or gives a nested tensor: rows of several sizes", "pad the rows, and mask them"
+    )
 
 
 class OperatorRecorder(PreDispatchMode):

@@ -178,7 +178,7 @@ _PACKED = (
     "a packed sequence",
     "its shapes are the numbers in the lengths; pack_padded_sequence, recurrent layers in float32 or float64, without "
     "dropout between them, without projections, and pad_packed_sequence alone keep it padded",
-    "run the recurrent layer on the padded batch and mask what it gives, or dispatch the other layers",
+    "run the recurrent layer on the padded batch and mask its results, or dispatch the other layers",
 )
 
 #: Patterns in the user's line that makes a shape of numbers -> the hint.
@@ -212,13 +212,13 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
         return Unsupported("a number that forward reads", first_line, reason, "do not let it depend on numbers")
     if isinstance(error, PackedUseError):
         op, reason, hint = _PACKED
-        return Unsupported(op, where, reason, hint)
+        return Unsupported(op, user_line(error) or "forward's result", reason, hint)
     if kind == "DynamicOutputShapeException":
         return shape_by_numbers(where)
     if kind in _BY_NUMBERS:
-        return Unsupported(_DATA_DEPENDENT, where, f"what happens next {BY_NUMBERS}", _BRANCH)
+        return Unsupported(_DATA_DEPENDENT, where, f"the branch taken {BY_NUMBERS}", _BRANCH)
     if first_line.startswith("Cannot access data pointer of Tensor"):
-        reason = "a tensor's address is asked for: to copy it in Python, or for a kernel that torch does not know of"
+        reason = "forward asks for a tensor's address: to copy it in Python, or for a kernel unknown to torch"
         hint = "make a kernel an operator (torch.library.custom_op, triton_op); copy outside of forward"
         return Unsupported("Tensor.data_ptr", where, reason, hint)
     if first_line.startswith("The tensor has a non-zero number of elements, but its data is not allocated"):
@@ -235,7 +235,7 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
     test="tests/bridge/base/test_quirks.py::test_experts_are_told_what_helps",
     library="transformers",
 )
-def shape_by_numbers(where: str, reason: str = f"the shape of what comes out {BY_NUMBERS}") -> Unsupported:
+def shape_by_numbers(where: str, reason: str = f"the shape of a result {BY_NUMBERS}") -> Unsupported:
     """The refusal of a shape that is unknown before the call computes it."""
     code = re.sub(r"^.*?:\d+: ", "", where)
     hint = next((hint for words, hint in _MAKES_SHAPES if re.search(words, code)), _SHAPE)
@@ -247,7 +247,7 @@ def _torch_line(frames: traceback.StackSummary) -> str:
     inside = f"{TORCH_DIR}nn/".replace(os.sep, "/")
     of_modules = [frame for frame in frames if frame.filename.replace(os.sep, "/").startswith(inside)]
     if not of_modules:
-        return "code of torch's; the exception is this one's .cause"
+        return "torch's own code; .cause of this exception is torch's"
     line = line_of((of_modules[-1].filename, of_modules[-1].lineno or 0))
     return line[len(TORCH_DIR) - len("torch/") :]
 
@@ -259,5 +259,5 @@ def _without_advice(message: str) -> str:
         if _ADVICE.search(sentence):
             break
         kept.append(sentence)
-    words = " ".join(kept).strip() or "no more is known; the exception is this one's .cause"
+    words = " ".join(kept).strip() or "no more is known; .cause of this exception is torch's"
     return words if len(words) <= _LONGEST else words[: _LONGEST - 1] + "…"

@@ -33,7 +33,7 @@ __all__ = ["POOLINGS", "Symbols", "symbolic_leaf"]
 
 _SLICE = aten.slice.Tensor
 _END = 2**63 - 1
-_SHAPE_OF_NUMBERS = f"the shape of what comes out {BY_NUMBERS}, and sizes vary"
+_SHAPE_OF_NUMBERS = f"the shape of a result {BY_NUMBERS}, and sizes vary"
 
 
 def symbolic_leaf(mode: FakeTensorMode, leaf: torch.Tensor, index: int, dims: Sequence[DynamicDim]) -> torch.Tensor:

@@ -272,7 +272,7 @@ class Entry:
         kind = "forward and backward" if self.backward else "frozen" if self.is_frozen else "forward only"
         slower = f", {self.worth}" if self.worth is not None and self.worth.is_slower else ""
         head = f"Entry({captured.module_name}({shapes}), {kind}"
-        return f"{head}, {self.hits} hits{sizes}, {self.compile_seconds:.2f} s{slower})"
+        return f"{head}, {self.hits} hits{sizes}, compiled in {self.compile_seconds:.2f} s{slower})"
 
     def __call__(self, inputs: list[torch.Tensor], module: nn.Module | None = None) -> Any:
         """Runs the call on the tensors that the guard returned; same result as the module's forward.

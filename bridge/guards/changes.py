@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of, line_of_forward
 from bridge.base.torch_autograd import checkpoint_frame
 from bridge.guards.kinds import PLAIN, unwatched
 from bridge.guards.watched import Answer, Place
@@ -89,6 +89,9 @@ class Changes:
     def refuse(self, what: str, where: str, reason: str, hint: str) -> None:
         """Ends the run before a side effect that cannot be undone; raises :class:`UnsupportedModule`."""
         if self.refused is None:
+            file, _, line = where.rpartition(":")
+            if line.isdigit():
+                where = line_of((file, int(line))) if is_user_file(file) else line_of_forward()
             self.refused = UnsupportedModule("", [Unsupported(what, where, reason, hint)])
         raise self.refused
 

@@ -109,7 +109,7 @@ def rebound_count() -> list[float]:
     return _rebound
 
 
-_PROCESS = "changes files, the process or another one; a compiled call does not"
+CHANGES_FILES = "changes files, the process or another one; a compiled call does not", OUTSIDE
 _CHANGING = {
     "sys": "excepthook displayhook",
     "gc": "enable disable freeze unfreeze",
@@ -126,8 +126,6 @@ _CHANGING = {
     "_locale": "textdomain bindtextdomain",
 }
 """Functions in C that change the process, by module, besides setters (``set*``) and audited operations."""
-
-CHANGES_FILES = _PROCESS, OUTSIDE
 
 
 def effect_of_function(module: str, name: str, arguments: int, stream: Any = None) -> tuple[str, str] | None:
@@ -221,7 +219,7 @@ CLOCKS = frozenset(
 def tables() -> str:
     """The tables of types and of functions as text, a row each."""
     rows = [*rows_of_types(), *((f"{of} {name}()", "tells state: asked again") for of, name in ASKED)]
-    rows += [(f"{of}.{name}()", _PROCESS) for of, names in _CHANGING.items() for name in names.split()]
+    rows += [(f"{of}.{name}()", CHANGES_FILES[0]) for of, names in _CHANGING.items() for name in names.split()]
     by_name: dict[str, list[str]] = {}
     for use, names in USES.items():
         for name in names:

@@ -94,7 +94,7 @@ _PARTS = {
     "plan": "kernels",
 }
 #: Rows of the short form's tables.
-FEW_STEPS, FEW_SAVED, FEW_MISSES, FEW_GUARDS = 5, 6, 5, 5
+FEW_STEPS, FEW_SAVED, FEW_MISSES, FEW_GUARDS, MOST_LISTED = 5, 6, 5, 5, 50
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class EntryReport:
         plan = self.plan
         share = f", {plan.bytes / plan.save_all_bytes:.2f} of save_all" if plan.save_all_bytes else ""
         out = [
-            f"  saved     {len(plan.captures)} captures, {_saved_bytes(plan)} ({plan.strategy}{share}); draws "
+            f"  saved     {len(plan.captures)} saved tensors, {_saved_bytes(plan)} ({plan.strategy}{share}); draws "
             f"{megabytes(self.kept_bytes - plan.bytes)}; {len(plan.recomputed)} operations computed again"
         ]
         rows = saved_rows(plan)
@@ -184,7 +184,7 @@ class EntryReport:
             left = _ordered(plan)[len(rows) : len(plan.captures)]
             if left:
                 rest = megabytes(sum(saved.bytes for saved in left))
-                out.append(f"    ... {len(left)} more captures, {rest}; and {len(plan.free)} values that live anyway")
+                out.append(f"    ... {len(left)} more, {rest}; and {len(plan.free)} values that live anyway")
         return out + [f"  note: {note}" for note in plan.notes]
 
     def html(self) -> str:
@@ -203,7 +203,7 @@ class EntryReport:
             table = html_table(("step", "name", "flop", "moved", "module", "operators"), program.table(), right=(2, 3))
             parts.append(_fold(program.summary(full=True), table))
         if self.plan is not None:
-            head = f"saved for the backward: {len(self.plan.captures)} captures, {_saved_bytes(self.plan)}"
+            head = f"saved for the backward: {len(self.plan.captures)} tensors, {_saved_bytes(self.plan)}"
             table = html_table(("value", "module", "tensor", "bytes", "kind", "why"), saved_rows(self.plan), right=(3,))
             parts.append(_fold(head, table, is_open=True))
         return "".join(parts)
@@ -302,7 +302,8 @@ class Report:
 
 
 def _listed(title: str, head: str, rows: Sequence[str]) -> str:
-    return _fold(title, html_table((head,), [(each,) for each in rows]))
+    left = more(rows, rows[:MOST_LISTED], f"{title}: print(report.full)")
+    return _fold(title, html_table((head,), [(each.strip(),) for each in (*rows[:MOST_LISTED], *left)]))
 
 
 def _fold(title: str, body: str, *, is_open: bool = False) -> str:

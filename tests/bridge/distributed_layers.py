@@ -1,14 +1,15 @@
-"""Scenarios of :mod:`tests.bridge.distributed_worker` for tensor and sequence parallel layers, dispatched as one.
+"""Tensor and sequence parallel layers, dispatched as one module: groups of processes, forks of one.
 
-    python -m tests.bridge.distributed_layers DIRECTORY raises
+    python -m tests.bridge.distributed_layers DIRECTORY
 
-Two processes, of which the second one raises instead of a call, or is killed; the first one's error is written to
-``DIRECTORY/error.json``.
+Reports of :data:`LAYERS` and of :func:`sharded` are written to ``DIRECTORY/GROUP/RANK.json``. In two groups the second
+process is gone (it raises instead of a call, or is killed); the first one's error is in ``DIRECTORY/GROUP/error.json``.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -33,11 +34,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from bridge import UnsupportedModule, add_tvm_dispatch, save_compiled, stats
-from tests.bridge.distributed_worker import Report, full
+from tests.bridge.distributed_worker import Report, end, full, report_all, start
+from tests.unclocked import choose_without_clock
 
 WIDTH, HEADS, TOKENS, ROWS, STEPS = 8, 4, 4, 2, 3
-TIMEOUT = 4
-"""Seconds that a collective waits for the other process."""
 
 Plan = dict[str, Any]
 
@@ -249,36 +249,56 @@ def other_uses() -> Report:
 
 LAYERS: dict[str, Callable[[], Report]] = {
     **{name: lambda name=name: compared(*PLANS[name]) for name in PLANS},
-    "sharded": sharded,
     "one misses": one_misses,
     "refused": refused,
     "other uses": other_uses,
 }
+GROUPS = {"layers": 2, "sharded": 4, "raises": 2, "killed": 2}
+"""Ranks of each group of processes, which run one after the other."""
 
 
-def main(directory: str, fault: str) -> None:
-    folder, (waits, ends) = pathlib.Path(directory), os.pipe()
-    other = os.fork()
-    rank = int(other == 0)
-    torch.set_num_threads(1)
-    options = {"rank": rank, "world_size": 2, "timeout": datetime.timedelta(seconds=TIMEOUT)}
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", **options)
+def one_is_gone(folder: pathlib.Path, fault: str, pipe: tuple[int, int]) -> None:
+    """A step of both ranks, then one of the first alone; its error is written down.
+
+    The second rank is killed, or ends when the first one has: the first one holds the end of the pipe.
+    """
     module, x = made(Block), sample()
     parallelize_module(module, init_device_mesh("cpu", (2,)), tensor_plan())
     add_tvm_dispatch(module, x)
     module(x).sum().backward()
-    if rank:
+    waits, ends = pipe
+    if dist.get_rank():
         os.close(ends)
         if fault == "raises":
-            os.read(waits, 1)  # ends when the other process does
+            os.read(waits, 1)
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1))
     try:
         module(x)
     except RuntimeError as error:
         calls = stats(module)
         found = {"error": str(error), "hits": calls.hits, "misses": dict(calls.misses)}
         (folder / "error.json").write_text(json.dumps(found))
-    os._exit(0)
+
+
+def main(directory: str) -> None:
+    torch.set_num_threads(1)
+    choose_without_clock()
+    failed = {}
+    for name, size in GROUPS.items():
+        folder, pipe = pathlib.Path(directory) / name, os.pipe()
+        folder.mkdir()
+        if size == 4:
+            work = functools.partial(report_all, folder, {"sharded": sharded})
+        elif name == "layers":
+            work = functools.partial(report_all, folder, LAYERS)
+        else:
+            work = functools.partial(one_is_gone, folder, name, pipe)
+        ranks = start(folder, size, work)
+        for each in pipe:
+            os.close(each)
+        failed[name] = end(ranks)
+    (pathlib.Path(directory) / "failed.json").write_text(json.dumps(failed))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two processes, one a fork of the other, that train under DDP or FSDP2, eager and dispatched.
+"""Two processes, forks of one, that train under DDP or FSDP2, eager and dispatched.
 
     python -m tests.bridge.distributed_worker DIRECTORY
 
@@ -9,11 +9,14 @@ are apart. The reports are written to ``DIRECTORY/RANK.json``, where ``test_dist
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import json
 import os
 import pathlib
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +33,11 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.dynamo.backend import graphs
+from tests.unclocked import choose_without_clock
 
-WORLD = int(os.environ.get("WORLD", "2"))
+WORLD = 2
+SECONDS = 120
+"""Most seconds that a collective waits for another rank."""
 STEPS = 6
 ROWS, WIDTH = 5, 8
 
@@ -339,33 +345,56 @@ SCENARIOS: dict[str, Callable[[], Report]] = {
 }
 
 
-def main(directory: str, *chosen: str) -> None:
-    from tests.bridge.distributed_layers import LAYERS  # these import this module
-    from tests.bridge.distributed_whole import WHOLE, dispatch_whole
+def start(folder: pathlib.Path, size: int, work: Callable[[], Any]) -> list[int]:
+    """Forks the ranks of a group, each of which runs ``work`` → their process numbers.
 
-    folder = pathlib.Path(directory)
-    rank, others = 0, []
-    for other in range(1, WORLD):  # while there is one thread: the children share the imports
-        others.append(os.fork())
-        if others[-1] == 0:
-            rank, others = other, []
-            break
+    There is one thread meanwhile: the ranks share what the process has imported and compiled.
+    """
+    ranks: list[int] = []
+    for rank in range(size):
+        ranks.append(os.fork())
+        if ranks[-1]:
+            continue
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            options = {"rank": rank, "world_size": size, "timeout": datetime.timedelta(seconds=SECONDS)}
+            dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", **options)
+            work()
+            status = 0
+        except BaseException:  # noqa: BLE001 - a rank ends here
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            # gloo's threads now and then abort a process that ends in the ordinary way ("terminate called without …")
+            os._exit(status)
+    return ranks
+
+
+def end(ranks: list[int]) -> bool:
+    """Waits for the ranks → whether one of them failed."""
+    return any([os.waitpid(rank, 0)[1] for rank in ranks])
+
+
+def report_all(folder: pathlib.Path, scenarios: dict[str, Callable[[], Report]]) -> None:
+    """Writes the reports of a rank."""
+    reports = {name: scenario() for name, scenario in scenarios.items()}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(reports))
+    dist.barrier()
+
+
+def main(directory: str, *chosen: str) -> None:
+    from tests.bridge.distributed_whole import WHOLE, dispatch_whole  # it imports this module
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
-    is_of_layers = bool(chosen) and set(chosen) <= set(LAYERS)
-    held = [] if is_of_layers else [make_net(dtype) for dtype in (torch.float64, torch.float32)]
+    choose_without_clock()
+    held = [make_net(dtype) for dtype in (torch.float64, torch.float32)]
     for net in held:  # alive to the end: the scenarios' blocks are equal, and are captured and compiled once
         dispatch_blocks(net)
-    if not is_of_layers:
-        held.append(dispatch_whole(make_net()))
-    scenarios = SCENARIOS | WHOLE | LAYERS
-    reports = {name: scenarios[name]() for name in chosen or SCENARIOS | WHOLE}
-    (folder / f"{rank}.json").write_text(json.dumps(reports))
-    dist.barrier()
-    failed = any([os.waitpid(other, 0)[1] for other in others])
-    sys.stdout.flush()
-    # gloo's threads now and then abort a process that ends in the ordinary way ("terminate called without …")
-    os._exit(int(failed))
+    held.append(dispatch_whole(make_net()))
+    folder, scenarios = pathlib.Path(directory), SCENARIOS | WHOLE
+    work = functools.partial(report_all, folder, {name: scenarios[name] for name in chosen or scenarios})
+    sys.exit(end(start(folder, WORLD, work)))
 
 
 if __name__ == "__main__":

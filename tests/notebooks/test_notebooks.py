@@ -20,16 +20,10 @@ FEWER = {"steps=60": "steps=12", "epochs=12": "epochs=6", "lengths = (2, 4, 8)":
 """Numbers that a cell takes less time with, and claims the same."""
 
 PRELUDE = """
-from bridge.compile.cpu import products
-from bridge.compile.schedule.products import GENERATED
-from bridge.dispatch import profitability
 from bridge.show.memory import PREPARATIONS
-from bridge.trials import Pace
+from tests.unclocked import choose_without_clock
 
-def measured(policy, product, ways, generated=GENERATED):
-    return {generated if generated in ways else ways[0]: 1.0}
-
-products.measured, profitability._PACE = measured, Pace(fewest=1, most=1, warm_up=2)
+choose_without_clock()
 for name in [*PREPARATIONS][1:]:
     del PREPARATIONS[name]
 """

@@ -264,7 +264,7 @@ REFUSED = {
     "a draw that no tag tells": (lambda x: torch.ops.bridge_tests.noisy(x.detach()) * x, "has no tag that says so"),
     "sparse tensors": (lambda x: x.to_sparse().to_dense(), "_to_sparse.default: makes a tensor of layout"),
     "a draw": (lambda x: torch.nn.functional.rrelu(x, 0.2, 0.2, training=True), "closer than"),
-    "residuals": (lambda x: torch.linalg.lstsq(x, x).residuals, "the shape of what comes out depends on the numbers"),
+    "residuals": (lambda x: torch.linalg.lstsq(x, x).residuals, "the shape of a result depends on the numbers"),
     "a complex norm": (lambda x: torch.linalg.vector_norm(x * 1j, 0), "a norm of order 0: eager has no gradient there"),
     "a distance": (lambda x: torch.dist(x, x * 2, 0), "a norm of order 0: eager has no gradient there"),
     "no reflections": (

@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "a number": (lambda m, x, y: y * y.sum().item(), (), r"round it otherwise.*keep it a tensor"),
     "a list": (lambda m, x, y: y * sum(y[0].tolist()), (), r"round it otherwise.*keep it a tensor"),
     "a shape": (lambda m, x, y: y[torch.ops.aten.masked_select(y, y > 0).long()], (), "keep the shape"),
-    "a mask of rows": (lambda m, x, y: y[y[:, 0] > 0], (), "the shape of what comes out depends on numbers"),
+    "a mask of rows": (lambda m, x, y: y[y[:, 0] > 0], (), "the shape of a result depends on numbers"),
     "numbers in a list of a type": (lambda m, x, y: y * torch.LongTensor([x.argmax(), 1]).sum(), (), "torch.tensor"),
     "numbers in a list like another": (lambda m, x, y: y * x.new([x.max(), 1]).sum(), (), "torch.tensor"),
     "numpy": (lambda m, x, y: y + torch.from_numpy(x.detach().cpu().numpy()), (), "compute it with torch"),

@@ -366,7 +366,7 @@ def test_a_mask_that_the_module_owns():
     ],
 )
 def test_counts_that_every_call_computes_anew_are_refused(function):
-    with pytest.raises(UnsupportedModule, match="the shape of what comes out depends on"):
+    with pytest.raises(UnsupportedModule, match="the shape of a result depends on"):
         add_tvm_dispatch(Picked(function).double(), arguments())
 
 

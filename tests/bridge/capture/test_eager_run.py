@@ -206,7 +206,7 @@ def test_a_number_that_eager_alone_reads_decides_about_the_branch():
 
 def test_a_branch_of_eagers_that_numbers_decide_is_refused():
     module = Normalized(lambda y: y.sin() if torch.compiler.is_compiling() else y[y > 0])
-    with pytest.raises(UnsupportedModule, match="the shape of what comes out depends on numbers that forward computes"):
+    with pytest.raises(UnsupportedModule, match="the shape of a result depends on numbers that forward computes"):
         add_tvm_dispatch(module, transposed_input())
 
 

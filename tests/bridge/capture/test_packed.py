@@ -134,6 +134,8 @@ USES = {
 @pytest.mark.parametrize(("use", "options"), USES.values(), ids=USES)
 def test_rows_are_for_layers_alone(use, options):
     module, call = Used(use, **options), sample([2, 6, 1, 4])
-    with pytest.raises(UnsupportedModule, match="packed sequence"):
+    with pytest.raises(UnsupportedModule, match="packed sequence") as refused:
         add_tvm_dispatch(module, call.args)
+    (problem,) = refused.value.ops
+    assert problem.where.startswith("forward's result" if use is USES["a result"][0] else __file__)
     assert examine(module, call.args).unsupported

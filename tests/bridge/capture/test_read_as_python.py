@@ -166,7 +166,7 @@ def written_tensor(y):
 
 
 REFUSED = {
-    "of an argument": (lambda y, t: y * float(t.numpy().sum()), "Tensor.numpy: what numpy computes"),
+    "of an argument": (lambda y, t: y * float(t.numpy().sum()), "Tensor.numpy: NumPy's results are not in a graph"),
     "computed of parameters": (lambda y, t: y * float(y.detach().numpy().sum()), "Tensor.numpy"),
     "an array that is written": (lambda y, t: written_array(y), "Tensor.numpy: an array that shares memory"),
     "a tensor that is written": (lambda y, t: written_tensor(y), "Tensor.numpy: an array that shares memory"),

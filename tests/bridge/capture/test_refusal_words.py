@@ -81,7 +81,7 @@ def test_no_thread_is_left_behind(seen):
     [
         ("Nothing fits. Please file an issue on github.", "RuntimeError: Nothing fits."),
         ("No kernel. Set TORCH_LOGS=+dynamo for more. It is.", "RuntimeError: No kernel."),
-        ("Please file an issue on github.", "RuntimeError: no more is known; the exception is this one's .cause"),
+        ("Please file an issue on github.", "RuntimeError: no more is known; .cause of this exception is torch's"),
     ],
 )
 def test_torchs_advice_is_left_out(message, kept):

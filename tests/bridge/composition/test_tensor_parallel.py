@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from tests.bridge.distributed_layers import LAYERS, ODD, PLANS, STEPS
+from tests.bridge.distributed_layers import GROUPS, ODD, PLANS, STEPS
 
 pytestmark = [
     pytest.mark.slow,
@@ -19,18 +19,29 @@ pytestmark = [
 TOLERANCE = 1e-10
 
 
-def reports_of(folder, processes, *chosen):
-    command = [sys.executable, "-m", "tests.bridge.distributed_worker", str(folder), *chosen]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD": str(processes)}
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The results of all groups of processes; ranks find in the cache what another one has compiled."""
+    folder = tmp_path_factory.mktemp("layers")
+    command = [sys.executable, "-m", "tests.bridge.distributed_layers", str(folder)]
+    environment = (
+        os.environ | {"OMP_NUM_THREADS": "1"} | {"BRIDGE_CACHE": "1", "BRIDGE_CACHE_DIR": str(folder / "cache")}
+    )
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=400, check=False)
     assert not done.returncode, done.stderr
-    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
-    return {name: [rank[name] for rank in ranks] for name in chosen}
+    (folder / "stderr").write_text(done.stderr)
+    return folder
+
+
+def reports_of(folder, group):
+    assert not json.loads((folder / "failed.json").read_text())[group], (folder / "stderr").read_text()
+    ranks = [json.loads((folder / group / f"{rank}.json").read_text()) for rank in range(GROUPS[group])]
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    return reports_of(tmp_path_factory.mktemp("layers"), 2, *(name for name in LAYERS if name != "sharded"))
+def reports(folder):
+    return reports_of(folder, "layers")
 
 
 def same_as_eager(seen):
@@ -56,8 +67,8 @@ def test_parallel_layers_train_as_in_eager(reports, plan):
     "works; `parallelize_module`, then dispatch, then `fully_shard`",
     section="Distributed",
 )
-def test_fully_shard_around_parallel_layers(tmp_path):
-    for plans in reports_of(tmp_path, 4, "sharded")["sharded"]:
+def test_fully_shard_around_parallel_layers(folder):
+    for plans in reports_of(folder, "sharded")["sharded"]:
         for seen in plans.values():
             same_as_eager(seen)
             assert seen["hits"] == STEPS + 2 and seen["misses"] == {}
@@ -78,11 +89,9 @@ def test_a_rank_that_misses(reports):
 
 @pytest.mark.composes("a rank that misses, that raises or is killed")
 @pytest.mark.parametrize(("fault", "words"), [("raises", "Timed out"), ("killed", "reset by peer|closed by peer")])
-def test_a_rank_that_is_gone(tmp_path, fault, words):
+def test_a_rank_that_is_gone(folder, fault, words):
     """The collective's error is raised; eager does not wait a second time."""
-    command = [sys.executable, "-m", "tests.bridge.distributed_layers", str(tmp_path), fault]
-    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=200, check=True)
-    seen = json.loads((tmp_path / "error.json").read_text())
+    seen = json.loads((folder / fault / "error.json").read_text())
     assert re.search(words, seen["error"]) and seen["misses"] == {}
 
 

@@ -104,7 +104,7 @@ def test_explain_and_stats_print_sizes():
     for text in (str(report), str(report.full), html.unescape(report._repr_html_())):
         assert "batch: dimension 0 of args[0], 2 <= batch <= 64, 5 in the sample" in text
         assert "bound for batch = 3, length = 9" in text
-        assert re.search(r"captures, [\d.]+ KiB = [\d*]+batch\*length.* bytes", text), text
+        assert re.search(r"tensors, [\d.]+ KiB = [\d*]+batch\*length.* bytes", text), text
 
 
 def test_what_the_range_excludes_runs_eager_and_is_named():

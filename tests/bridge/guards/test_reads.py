@@ -393,14 +393,19 @@ def _mask():
         lambda path: os.mkdir(path),
         lambda path: os.umask(_mask() ^ 0o20),
         lambda path: os.environ.update({path: "1"}),
+        lambda path: threading.Thread(target=os.mkdir, args=(path,)).start(),
     ],
-    ids=["open", "mkdir", "umask", "environ"],
+    ids=["open", "mkdir", "umask", "environ", "thread"],
 )
 def test_what_changes_files_or_the_process_is_refused_before_it_does(act, tmp_path):
     path, before = str(tmp_path / "made"), _mask()
     module = _attribute(path, lambda held: (act(held), 2.0)[1])
-    with pytest.raises(UnsupportedModule, match=r"changes files, the process|writes to or reads from a file"):
+    with pytest.raises(
+        UnsupportedModule, match=r"changes files, the process|writes to or reads from a file"
+    ) as refused:
         add_tvm_dispatch(module, torch.randn(3, 4))
+    (problem,) = refused.value.ops
+    assert problem.where.startswith(__file__) and problem.where.partition(": ")[2]
     assert not os.path.exists(path) and _mask() == before and path not in os.environ
 
 

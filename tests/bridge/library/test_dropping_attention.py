@@ -267,7 +267,7 @@ class Selected(Masked):
 
 
 def test_a_kernel_that_is_chosen_by_what_cannot_be_traced_is_refused(generator):
-    with pytest.raises(UnsupportedModule, match="the shape of what comes out depends on the numbers"):
+    with pytest.raises(UnsupportedModule, match="the shape of a result depends on the numbers"):
         add_tvm_dispatch(Selected("flash").double(), tuple(tensors()))
 
 

@@ -1,5 +1,7 @@
 """``explain``: a dispatched module's programs, in a screen; every saved tensor with a reason; counted bytes."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -56,6 +58,11 @@ def test_the_full_report_leaves_nothing_out(dispatched):
     assert sum(len(program.table()) for program in entry.programs) == len(steps)
     assert all(f"b{step.index} " in text for step in entry.programs[1].steps if step.kind != "view")
     assert "..." not in text
+
+
+def test_long_tables_are_cut_in_a_notebook(dispatched):
+    html = explain(dispatched[0])._repr_html_()
+    assert re.search(r"\.\.\. \d{3,} more reads: print\(report\.full\)", html) and len(html) < 100_000
 
 
 def test_every_saved_tensor_has_a_reason_and_a_place(dispatched):
