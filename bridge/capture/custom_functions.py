@@ -223,7 +223,8 @@ class CustomFunctions:
             inside.runs_forward = False
             memory = self._written(start)
             changed = {n for n, arg in followed.items() if not memory.isdisjoint(self._memory(self._numbers([arg])))}
-            if any(followed[place].is_leaf or place in copies for place in changed):
+            views = {n for n, arg in followed.items() if storage_id(arg) in self.applied.shared}  # of another Function
+            if any(place in views or place in copies or followed[place].is_leaf for place in changed):
                 raise _Refused("changes its arguments in place")
             if changed:
                 same = {place for place in changed if any(each is args[place] for each in tensors_in(made))}

@@ -46,7 +46,6 @@ class InPlaceRules:
         unsupported: the refusals, in order.
         checkpointed: inputs that functions in checkpoints read.
         without_grad: tensors, by id, whose ``.grad`` forward has read as ``None``.
-        shared_by_functions: the memory that outputs of custom autograd Functions share with arguments.
         written_parameters: the memory of written parameters.
         memory: the memory of the inputs.
     """
@@ -64,7 +63,6 @@ class InPlaceRules:
         self._underived: list[tuple[str, str]] = []
         self._shared: set[int] = set()
         self.without_grad: dict[int, torch.Tensor] = {}
-        self.shared_by_functions: set[int] = set()
         self.written_parameters: set[int] = set()
         self._thread = threading.get_ident()
         self.checkpointed = CheckpointedReads(self._thread)
@@ -140,8 +138,6 @@ class InPlaceRules:
             if len(self.memory.inputs[storage]) > 1 or function_running() is not None:
                 self.complain(name, "changes a parameter that shares its memory, or in a Function", PARAMETER_HINT)
             self.written_parameters.add(storage)
-        elif storage in self.shared_by_functions:
-            self.complain(name, "changes memory in place that an autograd.Function has made a view of", "clone first")
         elif storage in self._detached:
             self.complain(name, OTHER_NAME, "clone first")
         elif not torch.is_grad_enabled() and self._is_followed(tensor) and not _is_functions_copy(storage):
@@ -155,9 +151,17 @@ class InPlaceRules:
 
     def _is_followed(self, tensor: torch.Tensor) -> bool:
         """Whether autograd tracks a tensor with a visible gradient; that of a leaf which forward makes is not."""
-        if not tensor.requires_grad or not tensor.is_leaf:
+        if not tensor.requires_grad or not _is_leaf(tensor):
             return tensor.requires_grad
         return storage_id(tensor) in self._parameter_storages | self._followed_storages | self.memory.inputs.keys()
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a leaf. A Function's view whose base was written, for which torch raises, is none."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 class InputMemory:

@@ -345,7 +345,6 @@ class _Watch:
         """Notes changes by the run to its inputs and to modes, and which inputs autograd saves."""
         given, rules, observation = self.given, self.rules, self.observation
         inputs, before, now = given.inputs, self.before, self.now
-        rules.shared_by_functions |= self.functions.applied.shared
         observation.counted = rules.memory.counted(inputs)
         at_first = [  # statistics whose size the first batch sets; a buffer on which forward sets requires_grad
             Unsupported(f"{spec.kind} '{spec.name}'", "forward", f"forward {what}", CALL_BEFORE)

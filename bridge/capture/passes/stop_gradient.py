@@ -52,6 +52,7 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
     _pass_through(graph)
     _word_assertions(graph)
     write_straight_through(graph, requires_grad, STOP_GRADIENT)
+    _stop_unread(graph, requires_grad)
     hidden = _stop_gradients(graph, requires_grad)
     problems += [] if problems else hidden
     problems += write_through_views(graph)
@@ -181,6 +182,21 @@ def _word_assertions(graph: fx.Graph) -> None:
             node.target, node.args = aten._assert_async.msg, (*node.args, "a tensor that is asserted is zero")
 
 
+def _stop_unread(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> None:
+    """Stops the gradient of what is written under a detached name that nothing reads (``buffer.data.lerp_(x, 0.1)``).
+
+    In eager it ends at that name: the memory's other names, read later, stay untracked.
+    """
+    aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
+    names = Aliases(graph.nodes, requires_grad, cut=is_detach)
+    for node in [node for node in graph.nodes if is_detach(node) and aliases.followed(node)]:
+        members = names.class_of(node)
+        users = dict.fromkeys(user for member in members for user in member.users)
+        if not users.keys() - set(members):
+            for write in filter(written, users):
+                _detach_reads(graph, write, STOP_GRADIENT)  # a copy: what is read may be written, too
+
+
 def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
     """``detach`` of a tracked tensor → ``stop_gradient``; other ``detach`` → its argument. Refuses a ``detach`` whose
     memory is written and read under both names."""
@@ -210,19 +226,19 @@ def where_is(node: fx.Node) -> str | None:
     return (node.meta.get("custom") or {}).get("where") or user_line(node.meta.get("stack_trace"))
 
 
-def _detach_reads(graph: fx.Graph, node: fx.Node) -> None:
-    """Passes an operator's operands through ``detach``, but for the tensors that it writes."""
+def _detach_reads(graph: fx.Graph, node: fx.Node, by: OpOverload = aten.detach.default) -> None:
+    """Passes an operator's operands through ``detach``, or another operator, but for the tensors that it writes."""
     targets = written(node)
     with graph.inserting_before(node):
-        seen = {source: source if source in targets else _detached(graph, source) for source in node.all_input_nodes}
+        seen = {each: each if each in targets else _detached(graph, each, by) for each in node.all_input_nodes}
     node.args = fx.map_arg(node.args, seen.__getitem__)
     node.kwargs = fx.map_arg(node.kwargs, seen.__getitem__)
 
 
-def _detached(graph: fx.Graph, value: Any) -> Any:
+def _detached(graph: fx.Graph, value: Any, by: OpOverload = aten.detach.default) -> Any:
     if not isinstance(value, fx.Node) or not _is_float(value.meta.get("val")):
         return value
-    made = graph.call_function(aten.detach.default, (value,))
+    made = graph.call_function(by, (value,))
     made.meta = dict(value.meta)
     return made
 

@@ -218,6 +218,19 @@ class Writes(Function):
         return grad.mul_(2)
 
 
+class Put(Function):
+    """Writes behind the version counter into an argument, and returns it (torchdiffeq's Runge-Kutta steps)."""
+
+    @staticmethod
+    def forward(ctx, rows, value, index):
+        ctx.index, rows.data[index] = index, value
+        return rows
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad[ctx.index], None
+
+
 class Overwrites(Function):
     """Writes its argument, as TabNet's sparsemax does, and may return it."""
 

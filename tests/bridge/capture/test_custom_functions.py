@@ -134,6 +134,13 @@ class Leaks(torch.autograd.Function):
         return grad
 
 
+def puts(m, x):
+    y, found = m.linear(x), torch.zeros(2, *x.shape).to(x)
+    for i in range(2):
+        found = own.Put.apply(found, y.tanh(), i)
+    return found
+
+
 def leaks(m, x):
     y = Leaks.apply(m.linear(x))
     return y * kept.pop()
@@ -146,6 +153,7 @@ REFUSED = {
     "undefined gradients of two": (lambda m, x: own.Few.apply(m.linear(x))[0], "Function Few: has several outputs"),
     "what it saves is written": (saved_and_written, "Function Product: its backward reads a tensor that forward"),
     "what it makes is used elsewhere": (leaks, "Function Leaks: a tensor that its forward or backward makes"),
+    "an argument that another made": (puts, "Function Put: changes its arguments in place"),
     "a view of an argument": (lambda m, x: own.Reversed.apply(x, 2.0), "clone it"),
     "a view beside what it is of": (
         lambda m, x: (lambda h: (h, own.Reversed.apply(h, 2.0)))(m.linear(x)),
