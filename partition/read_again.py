@@ -45,7 +45,8 @@ def results_of(
         viewed = [seen[read] for read in node.inputs if read in seen]
         if name not in forward or not viewed:
             continue
-        is_view = node.op in VIEWS or node.op in SLICES or (node.op == "TupleGetItem" and _is_split(nodes, node))
+        of_split = node.op == "TupleGetItem" and nodes[node.inputs[0]].op == "relax.split"
+        is_view = node.op in VIEWS or node.op in SLICES or of_split
         is_inner = name not in outputs and readers.get(name) == {owners.get(name)}
         if not node.is_tensor or is_inner or (is_view and all(viewed)):
             seen[name] = all(viewed)
@@ -53,7 +54,3 @@ def results_of(
         elif name in learned or others.intersection(node.inputs):
             found.add(name)
     return frozenset(found)
-
-
-def _is_split(nodes: Mapping[str, Any], node: Any) -> bool:
-    return nodes[node.inputs[0]].op == "relax.split"

@@ -177,12 +177,10 @@ class ExtentScope:
         total = 0
         for monomial, factor in terms:
             for atom in monomial:
-                factor *= self.samples[atom] if isinstance(atom, Symbol) else self._sample_of(atom)
+                is_symbol = isinstance(atom, Symbol)
+                factor *= self.samples[atom] if is_symbol else _PLAIN[atom.kind](*map(self._sample, (atom.a, atom.b)))
             total += factor
         return total
-
-    def _sample_of(self, atom: Composite) -> int:
-        return _PLAIN[atom.kind](self._sample(atom.a), self._sample(atom.b))
 
 
 _PLAIN: dict[str, Callable[[int, int], int]] = {

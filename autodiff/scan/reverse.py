@@ -109,7 +109,8 @@ class _Reverse:
     def function(self, sums_later: bool) -> Function | None:
         scan, step = self.scan, self.step
         first_constant = scan.carries + scan.xs
-        xs = [saved for saved in step.params if not self._is_carried(saved) and saved.kind != "constant"]
+        carries = [BackwardParameter("grad", place) for place in range(scan.carries)]
+        xs = [saved for saved in step.params if saved not in carries and saved.kind != "constant"]
         constants = [saved for saved in step.params if saved.kind == "constant"]
         carried = [place for place in step.wanted if place < scan.carries]
         of_xs = [place for place in step.wanted if scan.carries <= place < first_constant]
@@ -154,10 +155,6 @@ class _Reverse:
         outputs = [found[place] for place in step.wanted]
         params = [*self.tensors, *self.results, *self.grads.values()]
         return build_function(params, self.scope.body, outputs)
-
-    def _is_carried(self, saved: BackwardParameter) -> bool:
-        """Whether a parameter of the step's backward is the gradient of a carry."""
-        return saved.kind == "grad" and saved.index < self.scan.carries
 
     def _carry_param(self, place: int) -> Var:
         known = self.param.get(BackwardParameter("grad", place))

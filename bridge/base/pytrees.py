@@ -23,6 +23,7 @@ import dataclasses
 import enum
 import inspect
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
@@ -36,7 +37,7 @@ from bridge.base.torch_fakes import attributes_set_on
 from bridge.base.torch_higher_order import BlockMask
 from bridge.base.torch_internals import pytree
 
-__all__ = ["ObjectNode", "WithWholes", "has_objects", "is_plain", "leaf_names", "objects_of", "packed"]
+__all__ = ["ObjectNode", "WithWholes", "containers_of", "has_objects", "is_plain", "leaf_names", "objects_of", "packed"]
 __all__ += ["packed_arguments", "picker", "structure_difference", "tensor_leaves", "unpacked"]
 
 
@@ -111,6 +112,23 @@ def _described(spec: pytree.TreeSpec) -> str:
     return f"{kind.__name__} of {spec.num_children if keys is None else keys}"
 
 
+def containers_of(value: Any, kinds: tuple[type, ...] = (list, dict)) -> list[Any]:
+    """The lists and dictionaries in nested lists, tuples, dictionaries and objects; ``kinds``: other types."""
+    found, objects = [], set[int]()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, kinds):
+            found.append(value)
+        if isinstance(value, (list, tuple, dict)):
+            list(map(visit, value.values() if isinstance(value, dict) else value))
+        elif _is_object(value) and id(value) not in objects:
+            objects.add(id(value))
+            list(map(visit, dict(_attributes(value)).values()))
+
+    visit(value)
+    return found
+
+
 def picker(places: Sequence[int]) -> Callable[[Any], Sequence[Any]]:
     """A function that takes the elements at these positions of a list or tuple, as a sequence."""
     if len(places) > 1:
@@ -180,10 +198,14 @@ class FunctionKind:
 
 @dataclasses.dataclass(frozen=True)
 class Again:
-    """An object that is among the arguments before, by its number there."""
+    """An object of the arguments, or a container of the result, that occurs before, by its number there."""
 
     number: int
-    __name__ = "an argument that is there twice"
+    __name__ = "an object that is there twice"
+
+
+class Repeated:
+    """The kind of a list or dictionary of the result that occurs again; it is the node's only attribute."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -214,7 +236,7 @@ class ObjectNode:
             {name: unpacked(value, before) for name, value in values.items()}
             for values in (self.attributes, self.items)
         )
-        made = _made(self.kind, attributes, items)
+        made = attributes["value"] if self.kind is Repeated else _made(self.kind, attributes, items)
         before.append(made)
         return made
 
@@ -268,14 +290,16 @@ def packed(value: Any, is_argument: bool = False, given: Sequence[torch.Tensor] 
     ``is_argument``: the value is an argument of a module: a ``torch.Size`` in it stays one, and is refused; functions
     are objects. ``given``: tensors that the call has not made, whose attributes stay theirs.
     """
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_whole)
+    repeated = set() if is_argument else _repeated(value)
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda each: _is_whole(each) or id(each) in repeated)
     kinds = _is_object if not is_argument else _is_argument_object
-    made_anew = [kinds(leaf) or (_is_size(leaf) and not is_argument) for leaf in leaves]
+    made_anew = [kinds(leaf) or id(leaf) in repeated or (_is_size(leaf) and not is_argument) for leaf in leaves]
     if not any(made_anew):
         return value
     seen: dict[int, int | None] = dict.fromkeys(map(id, given))
     pairs = zip(leaves, made_anew, strict=True)
-    return pytree.tree_unflatten([_packed(leaf, seen, is_argument) if anew else leaf for leaf, anew in pairs], spec)
+    made = [_packed(leaf, seen, is_argument, repeated) if anew else leaf for leaf, anew in pairs]
+    return pytree.tree_unflatten(made, spec)
 
 
 packed_arguments: Callable[[Any], Any] = partial(packed, is_argument=True)
@@ -298,29 +322,37 @@ def has_objects(spec: pytree.TreeSpec) -> bool:
     return spec.type is ObjectNode or any(has_objects(child) for child in spec.children())
 
 
-def _packed(leaf: Any, seen: dict[int, int | None], is_argument: bool = False) -> Any:
+def _repeated(value: Any) -> set[int]:
+    """The lists and dictionaries that occur more than once, by id."""
+    counts = Counter(map(id, containers_of(value)))
+    return {each for each, count in counts.items() if count > 1}
+
+
+def _packed(leaf: Any, seen: dict[int, int | None], is_argument: bool, repeated: set[int]) -> Any:
     """An object's node with packed attributes; an object that holds unsupported values stays itself.
 
-    ``seen``: by the id of each object so far, how many were packed before it; ``None`` while it is being packed. A
-    result that occurs twice stays itself.
+    ``seen``: by the id of each object so far, how many were packed before it; ``None`` while it is being packed.
+    ``repeated``: lists and dictionaries of a result that occur again; an object that does stays itself.
     """
     if _is_size(leaf):  # pytree treats it as a tuple, and returns a tuple
         return ObjectNode(torch.Size, {str(axis): extent for axis, extent in enumerate(leaf)}, {})
-    if not (_is_argument_object(leaf) if is_argument else _is_object(leaf)):
+    if id(leaf) not in repeated and not (_is_argument_object(leaf) if is_argument else _is_object(leaf)):
         return leaf
     if id(leaf) in seen:
-        number = seen[id(leaf)]
-        return leaf if number is None or not is_argument else ObjectNode(Again(number), {}, {}, leaf, True)
+        number, is_known = seen[id(leaf)], is_argument or id(leaf) in repeated
+        return leaf if number is None or not is_known else ObjectNode(Again(number), {}, {}, leaf, is_argument)
     seen[id(leaf)] = None
-    node = _node_of(leaf, is_argument)
+    again = id(leaf) in repeated
+    node = ObjectNode(Repeated, {"value": leaf}, {}, leaf) if again else _node_of(leaf, is_argument)
+    inner = repeated - {id(leaf)}
     for values in (node.attributes, node.items):
         for name, value in values.items():
             if is_argument and isinstance(value, type):  # not a constant of the call
                 return leaf
             if isinstance(value, _PLAIN):
                 continue
-            leaves, spec = pytree.tree_flatten(value, is_leaf=_is_whole)
-            leaves = [_packed(each, seen, is_argument) for each in leaves]
+            leaves, spec = pytree.tree_flatten(value, is_leaf=lambda each: _is_whole(each) or id(each) in inner)
+            leaves = [_packed(each, seen, is_argument, repeated) for each in leaves]
             if not all(isinstance(each, (torch.Tensor, ObjectNode, *_PLAIN)) for each in leaves):
                 return leaf
             values[name] = pytree.tree_unflatten(leaves, spec)

@@ -239,7 +239,8 @@ class CustomFunctions:
             else:
                 (node,) = nodes
                 without = self._backward(node, made, args, (number, first), inside, ctx, name, where)
-        again = ONCE if _is_once(kind) else UNKNOWN if inside.sets_modes else AGAIN
+        is_once = getattr(kind.backward, "__code__", None) is once_differentiable(lambda *_: None).__code__
+        again = ONCE if is_once else UNKNOWN if inside.sets_modes else AGAIN
         self.uses.append(Use(name, without, again))
         memory = {storage_id(each) for each in given}
         for each in tensors_in(made):
@@ -305,10 +306,6 @@ class CustomFunctions:
         self._read.append((name, where, self._memory(used), len(record.rows)))
         tensors = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         return frozenset(place for place, index in enumerate(tensors) if index not in with_one)
-
-
-def _is_once(kind: type) -> bool:
-    return getattr(kind.backward, "__code__", None) is once_differentiable(lambda *_: None).__code__
 
 
 def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], count: int) -> list[Any]:

@@ -19,7 +19,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, line_of
 from bridge.base.log import channel
 from bridge.base.modes import modes_put_back
-from bridge.base.pytrees import objects_of, packed
+from bridge.base.pytrees import containers_of, objects_of, packed
 from bridge.base.torch_distributed import of_local
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_higher_order import nested_operands
@@ -152,7 +152,7 @@ def fake_run_of(
         leaves, out_spec = pytree.tree_flatten(with_wholes(made, real.wholes, dims))
         results = values_of(leaves, recorder, real.wholes)
         run = recorder.record, mode, results, arguments, twin, out_spec, given, symbols
-        return FakeRecord(*run, objects_of(made), prepared.twin)
+        return FakeRecord(*run, objects_of(made) + containers_of(result), prepared.twin)
     finally:
         clear_fake_memo(mode)
 

@@ -258,14 +258,11 @@ class _Kinds:
         def result(node: fx.Node) -> Any:
             value = own[node].meta["val"]
             if node in known.nodes:
-                value = own[node].meta["val"] = self._emitter.noted(_anew(value), own[node])
+                made = new_fake(value.fake_mode, value.shape, value.stride(), value.dtype, value.fake_device)
+                value = own[node].meta["val"] = self._emitter.noted(made, own[node])
             return functional_of(value, mode)
 
         return mapped(known.results, fx.Node, result)
-
-
-def _anew(fake: torch.Tensor) -> torch.Tensor:
-    return new_fake(fake.fake_mode, fake.shape, fake.stride(), fake.dtype, fake.fake_device)
 
 
 def _inner(value: Any) -> Any:

@@ -123,7 +123,7 @@ class Functions(TorchFunctionMode):
             raise_deferred()
             func = own_function(func)
             self.reads_addresses |= getattr(func, "__name__", "") in ADDRESSES
-            if any(map(_is_of_nested, types)):
+            if any(kind.__module__.startswith("torch.nested.") for kind in types):
                 raise UnsupportedModule("", [nested(getattr(func, "__name__", str(func)), line_of_forward())])
             inside, call = function_running(), partial(self._any, quiet)
             return (call if inside is None else partial(inside.called, call))(func, args, kwargs or {})
@@ -283,10 +283,6 @@ class Functions(TorchFunctionMode):
             if followed is not None and args[0].is_leaf and args[0].requires_grad != followed:
                 rules.switched(args[0])
         return result
-
-
-def _is_of_nested(kind: type) -> bool:
-    return kind.__module__.startswith("torch.nested.")
 
 
 def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:

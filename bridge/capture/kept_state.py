@@ -140,7 +140,7 @@ class KeptState:
         items = [(item, first.first[key]) for key, item in first.items.items() if key in first.first]
         for each in self.places:
             for item, then in items if each.path is None else ():
-                held = _holder(item)
+                held = next((getattr(item, name) for name in ("space", "cell", "value") if hasattr(item, name)), None)
                 if held is each.original and isinstance(item, Contents) and isinstance(held, dict):
                     value = dict(then).get(each.key, ABSENT)
                 elif held is each.original and getattr(item, "name", None) == each.key:
@@ -210,11 +210,6 @@ def kept_state(twin: nn.Module, before: Snapshot, reads: Reads, counted: Sequenc
 _NUMBERS = (int, float, complex, str)
 """Types whose values, if every call changes them, are computed from the last call's value."""
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-
-
-def _holder(item: Any) -> Any:
-    """The user's dictionary, object or cell that holds an item."""
-    return next((getattr(item, name) for name in ("space", "cell", "value") if hasattr(item, name)), None)
 
 
 def _places(item: Any, then: Any, now: Any) -> Iterator[tuple[Any, Any, Any]]:

@@ -59,7 +59,8 @@ def opening(func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dic
         if any(each.is_floating_point() for each in tensors):
             if has_casts(func):
                 return Opening(tensors, True)
-            if _is_composed(func) and overload_packet(func) not in _CONVERSIONS:
+            is_composed = implements_composite(func) and not has_own_kernel(func, current_device())
+            if is_composed and overload_packet(func) not in _CONVERSIONS:
                 return Opening(tensors, False)
     if func is _ATTENTION and torch.is_grad_enabled():
         mask = args[3] if len(args) > 3 else kwargs.get(_MASK)
@@ -67,11 +68,6 @@ def opening(func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dic
     if func in LAYERED and current_device() == HOST and all(each.itemsize < 4 for each in tensors):
         return Opening(tensors, True)
     return None
-
-
-def _is_composed(func: Any) -> bool:
-    """Whether an operator is composite without its own kernel on the device (``_fused_rms_norm`` has one)."""
-    return implements_composite(func) and not has_own_kernel(func, current_device())
 
 
 def casts_first(record: Record) -> Record:

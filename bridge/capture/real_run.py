@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, UnsupportedModule, line_of
 from bridge.base.modes import modes_put_back
-from bridge.base.pytrees import is_plain, objects_of, packed, packed_arguments, tensor_leaves, unpacked
+from bridge.base.pytrees import containers_of, is_plain, objects_of, packed, packed_arguments, tensor_leaves, unpacked
 from bridge.base.torch_distributed import is_distributed, local_tensor
 from bridge.base.torch_higher_order import nested_operands
 from bridge.base.torch_internals import python_kernels, pytree, storage_id
@@ -252,7 +252,7 @@ def real_run_of(
         recorder.record, recorder.values, given, prepared, watch.observation, watch.functions, integers, kept, left
     )
     run.final = watch.finals(is_first=not origin)
-    watch.describe(run, packed(result, given=given.inputs), type(module).__name__)
+    watch.describe(run, result, type(module).__name__)
     return run
 
 
@@ -318,6 +318,7 @@ class _Watch:
                 reads.inputs.setdefault(id(each), place)
             self.passed = unpacked((given.args, given.kwargs))
             reads.passed = objects_of(packed_arguments(self.passed))
+            reads.containers = containers_of((*self.passed[0], *self.passed[1].values()), (list, tuple, dict))[1:]
             stack.enter_context(generator_watch(rules, reads))
             saves = self.saved.is_all
             self.asked = stack.enter_context(saved_here() if saves else _nothing_saved(self.saved.note))
@@ -413,9 +414,10 @@ class _Watch:
     def describe(self, run: RealRun, result: Any, module_name: str) -> None:
         """Notes the run's results, and the order of the compiled code's inputs."""
         given, rules, observation, record = self.given, self.rules, self.observation, run.record
-        observation.objects = objects_of(result)
+        containers, result = containers_of(result), packed(result, given=given.inputs)
+        observation.objects = objects_of(result) + containers
         for each in observation.objects:
-            if any(each is other for other in observation.reads.passed):
+            if any(each is other for other in (*observation.reads.passed, *observation.reads.containers)):
                 reason = "keeps or returns an object that was passed to the module; a compiled call makes another one"
                 rules.complain(f"a {type(each).__name__}", reason, "return the tensors in it")
         leaves, observation.out_spec = pytree.tree_flatten(result)

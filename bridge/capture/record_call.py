@@ -200,7 +200,7 @@ def key_of_sizes(record: Record, results: Any, out_spec: Any, draws: list[Draw],
         results: the leaves of its result, values for tensors.
         env: torch's environment of the sizes.
     """
-    told: list[Any] = [_draw_key(each) for each in draws]
+    told: list[Any] = [repr(each_mapped(each, fixed)) for each in draws]  # all fields, also those never compared
     try:
         told += [(str(row.op), _plain((row.args, row.kwargs, row.results))) for row in record.rows]
         told += [_plain(results), str(out_spec), sorted(record.same.items())]
@@ -211,11 +211,6 @@ def key_of_sizes(record: Record, results: Any, out_spec: Any, draws: list[Draw],
         told.append((number, fake.dim(), [str(fixed(each)) for each in layout]))
     told += [str(condition) for condition, _ in conclusions(env)]
     return hashlib.sha256(repr(told).encode()).hexdigest()
-
-
-def _draw_key(draw: Draw) -> str:
-    """A draw as text with expressions for sizes, including the fields that its comparison leaves out."""
-    return repr(each_mapped(draw, fixed))
 
 
 def _plain(tree: Any) -> Any:

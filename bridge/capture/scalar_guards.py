@@ -61,28 +61,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()  # the tensor may be written later
 
 
-def _flag(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.dtype is torch.bool else tensor != 0
-
-
-def _integer(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.int64) if tensor.is_floating_point() else tensor.clone()
-
-
 def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
     return (one == other).all() if one.shape == other.shape else None
 
 
-def _allclose(one: torch.Tensor, other: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-    return VF.isclose(one, other, *rest, **options).all()
-
-
 numbers_of: dict[str, Callable[..., torch.Tensor | None]] = {
     "item": _plain,
-    "__int__": _integer,
-    "__bool__": _flag,
+    "__int__": lambda tensor: tensor.to(torch.int64) if tensor.is_floating_point() else tensor.clone(),
+    "__bool__": lambda tensor: tensor.clone() if tensor.dtype is torch.bool else tensor != 0,
     "equal": _equal,
-    "allclose": _allclose,
+    "allclose": lambda *pair, **options: VF.isclose(*pair, **options).all(),
 }
 """Name of a function or an operator → a function of its arguments, which returns the tensor of numbers that decide its
 result; ``None`` if shapes alone decide it."""

@@ -117,19 +117,28 @@ def _steady(
         real.kept.put_back(first.observation.reads)
     if found is None:
         raise _changing(first, again)
-    begun = _begun(module, real, changed)
+    begun = _begun(module, real, changed, counts)
     if begun or any(_place(each)[1] in _REGISTRIES for each in changed) or not _same_function(first, real):
         needs_first_call()
     _settle(module, first, [each for each in changed if each not in again or each in begun])
     return found
 
 
-def _begun(module: nn.Module, real: RealRun, changed: Sequence[str]) -> list[str]:
-    """Attributes that calls read and set (``self.hidden``), and that hold no tensor before the first call."""
+def _begun(module: nn.Module, real: RealRun, changed: Sequence[str], counts: Sequence[str]) -> list[str]:
+    """Attributes with another kind of value before the first call: counters of the class's, or ``self.hidden``."""
     carried = () if real.kept is None else [f"self.{each}" for each in real.kept.carried]
-    places = [(each, *_place(each)) for each in changed if each in carried]
-    held = [(each, module.get_submodule(path).__dict__.get(name)) for each, path, name in places]
-    return [each for each, value in held if not isinstance(value, torch.Tensor)]
+    places = [(each, *_place(each)) for each in changed if each in carried or each in counts]
+    then = real.prepared.before.value_of
+    held = [(each, module.get_submodule(path).__dict__.get(name), then(path, name)) for each, path, name in places]
+    return [each for each, now, later in held if not _may_begin(now, later)]
+
+
+def _may_begin(value: Any, later: Any) -> bool:
+    """Whether a value may be the first one of an attribute that is a number or tensor like ``later`` in later calls."""
+    if not (isinstance(value, torch.Tensor) and isinstance(later, torch.Tensor)):
+        return type(value) is type(later)
+    before, after = ((each.shape, each.dtype, each.stride()) for each in (value, later))
+    return before == after and value.requires_grad <= later.requires_grad  # else its gradient would be lost
 
 
 def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], **how: Any) -> RealRun:

@@ -25,7 +25,7 @@ from bridge.artifact import NoFormError, to_text, written, written_as, written_l
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.modes import autocast_setting
-from bridge.base.pytrees import ObjectNode, WithWholes
+from bridge.base.pytrees import Again, ObjectNode, Repeated, WithWholes
 from bridge.base.torch_cuda import SETTINGS, meaning_the_same
 from bridge.base.torch_internals import pytree
 from bridge.capture import (
@@ -112,6 +112,8 @@ def _of_object(context: tuple, children: tuple) -> Any:
     made, _, layout, is_argument = context
     if is_argument:
         raise NoFormError(f"an argument of class {made.__name__}")
+    if made is Repeated or isinstance(made, Again):
+        raise NoFormError("a list or dictionary that occurs twice in the result")
     if any(plain is not None for _, plain in layout):
         names = [name for name, plain in layout if plain is not None]
         raise NoFormError(f"an object of class {made.__name__} with values that are no tensors: {', '.join(names)}")

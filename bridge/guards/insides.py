@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import defaultdict
+from collections.abc import Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -85,9 +86,9 @@ class Insides(World):
         self._followed.clear()
         self._insides.clear()
 
-    def identity_of_passed(self, value: Any, where: str) -> None:
-        """Refuses a read of an argument's identity or address."""
-        if any(value is each for each in self.passed):
+    def identity_of_passed(self, value: Any, where: str, among: Sequence[Any] | None = None) -> None:
+        """Refuses a read of an argument's identity or address; ``among``: the arguments, :attr:`passed` by default."""
+        if any(value is each for each in (self.passed if among is None else among)):
             reason = "forward asks which object it is given; a compiled call makes another one of the same contents"
             self.refuse(f"a {type(value).__name__}", where, reason, "compare what is in it")
 

@@ -344,17 +344,13 @@ def _raising_warnings() -> tuple[Any, ...]:
     return tuple(map(str, (each for each in warnings.filters if each[0] == "error")))
 
 
-def _numpy_errors() -> Any:
-    return sys.modules["numpy"].geterr()
-
-
 def implicit_of(value: Any) -> tuple[Callable[[], Any], str] | None:
     """The thread-wide state that a module's or object's results depend on: (a function that returns it, its name)."""
     module = value.__name__ if is_a(value, types.ModuleType) else type(value).__module__
     if module in ("decimal", "_decimal", "_pydecimal") or (is_a(value, type) and value.__module__ == "decimal"):
         return decimal.getcontext, "the decimal context"
     if module == "numpy":
-        return _numpy_errors, "what NumPy does at errors"
+        return sys.modules["numpy"].geterr, "what NumPy does at errors"
     return None
 
 

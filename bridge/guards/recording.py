@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import _bootstrap
@@ -60,7 +61,7 @@ class Reads(CallAnalysis):
     Attributes:
         codes: the code that ran, with its data flow; ``None``: torch's, Python's and this package's machinery.
         says: prints, logs and warnings, with their lines.
-        identical: objects that were compared by identity, by id.
+        identical: objects that were compared by identity, by id. ``told``: containers, by type and place in code.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -74,6 +75,7 @@ class Reads(CallAnalysis):
         self._temporary: set[Any] = set()
         self.says: dict[str, None] = {}
         self.identical: dict[int, Any] = {}
+        self.told = defaultdict[type, dict[tuple, tuple[Any, str]]](dict)
         self._unset: dict[int, int] = {}
         self._set_at: dict[int, tuple[str, str]] = {}
 
@@ -123,6 +125,9 @@ class Reads(CallAnalysis):
 
     def _compared_by_identity(self) -> None:
         """Marks places whose objects were compared by identity: there, the guard rejects merely equal objects."""
+        for asked in self.told.values() if self.refused is None else ():  # one alone: compared with another type
+            for value, where in asked.values() if len(asked) > 1 or not next(iter(asked))[2] else ():
+                self.identity_of_passed(value, where, self.containers)
         if not self.identical:
             return
         for key, item in self.items.items():

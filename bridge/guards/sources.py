@@ -15,7 +15,7 @@ import torch
 
 from bridge.guards.bytecode import DataFlow, Source
 from bridge.guards.insides import Insides
-from bridge.guards.kinds import PLAIN, answer_of, is_a
+from bridge.guards.kinds import CONTAINERS, PLAIN, answer_of, is_a
 from bridge.guards.objects import ABSENT, ANY, FrameOf, Instance, class_entry, dict_of, identity_of, interesting
 from bridge.guards.watched import Missing, Place
 
@@ -285,6 +285,8 @@ class Sources(Insides):
         for value in values:
             if is_compared and type(value) is FunctionType:
                 self.told_apart |= any(value is each for each in self.passed)
+            elif is_a(value, CONTAINERS):
+                self.told[type(value)].setdefault((frame.code, source, is_compared), (value, frame.where))
             else:
                 self.identity_of_passed(value, frame.where)
         known = [self.original(value) for value in values if value is not None and type(value) is not bool]

@@ -96,6 +96,7 @@ class World(Changes):
         passed: Python objects among the run's arguments. ``kin``: earlier objects of the same classes: ``==``, ``in``
             and keys can tell whether an argument is one of them. Functions are kin by equal code, if
             ``told_apart``: forward compares one by identity.
+        containers: the lists, tuples and dictionaries among the arguments.
         tensors: the reads of tensors' properties and identities.
         validates: whether code of ``torch.distributions`` ran, whose argument checks are optional.
     """
@@ -115,6 +116,7 @@ class World(Changes):
         self.inputs: dict[int, int] = {}
         self.passed: list[Any] = []
         self.kin: list[Any] = []
+        self.containers: list[Any] = []
         self.tensors, self.validates = AskedTensors(), False
         self.told_apart = False
         self._places[id(os.environ._data)] = Place("", "an environment variable", "", "an environment variable")
@@ -452,6 +454,7 @@ class World(Changes):
         for each in held:
             each.clear()
         self.passed.clear()
+        self.containers.clear()
         self.originals = {}
 
 

@@ -135,7 +135,8 @@ def invoke(function: Function, arguments: Sequence[Any], tensors: Sequence[torch
     found: list[torch.Tensor] = []
     for value in made if isinstance(made, tuple) else (made,):
         own = _own(value, tensors)
-        found.append(own.clone() if any(_overlap(own, other) for other in found) else own)
+        near = (other for other in found if storage_id(own) == storage_id(other))
+        found.append(own.clone() if any(share_elements(own, other) for other in near) else own)
     return found
 
 
@@ -157,10 +158,6 @@ def _own(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     if any(storage_id(given) == storage for given in inputs):
         return value.clone(memory_format=torch.contiguous_format)
     return dense(value)
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return storage_id(a) == storage_id(b) and share_elements(a, b)
 
 
 def dense(value: torch.Tensor) -> torch.Tensor:

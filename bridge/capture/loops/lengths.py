@@ -82,7 +82,7 @@ class AnyLength:
 
     def prove(self, form: Any, size: int) -> bool:
         """Whether a record's ``form`` proves that the forward of a size is this one; adds it to :attr:`proven`."""
-        if _pair(self.at(size), form, _same_numbers) is not _DIFFERENT:
+        if _pair(self.at(size), form, lambda a, b: a if a == b else _DIFFERENT) is not _DIFFERENT:
             self.proven.add(size)
         return size in self.proven
 
@@ -209,10 +209,6 @@ def _like(form: Any, made: list[Any]) -> Any:
 
 
 _DIFFERENT = object()
-
-
-def _same_numbers(a: int, b: int) -> Any:
-    return a if a == b else _DIFFERENT
 
 
 def _pair(a: Any, b: Any, numbers: Callable[[int, int], Any]) -> Any:

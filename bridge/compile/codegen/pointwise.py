@@ -49,10 +49,6 @@ def minimum(e: Emitter, a: Expr, b: Expr) -> Expr:
     return e.smaller(a, b)
 
 
-def _divide(e: Emitter, a: Expr, b: Expr) -> Expr:
-    return tirx.Div(a, b) if "float" in element_type(a) else tirx.truncdiv(a, b)
-
-
 def _floor_divide(e: Emitter, a: Expr, b: Expr) -> Expr:
     if "float" in element_type(a):
         return e.math("floor", tirx.Div(a, b))
@@ -128,14 +124,6 @@ def _multiply(e: Emitter, a: Expr, b: Expr) -> Expr:
     return tirx.And(a, b) if element_type(a) == "bool" else tirx.Mul(a, b)
 
 
-def _is_inf(e: Emitter, x: Expr) -> Expr:
-    return tirx.EQ(_abs(e, x), e.const(float("inf"), element_type(x)))
-
-
-def _is_finite(e: Emitter, x: Expr) -> Expr:
-    return _abs(e, x) < e.const(float("inf"), element_type(x))
-
-
 def _is_nan(e: Emitter, x: Expr) -> Expr:
     x = e.bind(x)
     return different(x, x)
@@ -149,7 +137,7 @@ RULES: dict[str, Rule] = {
     "add": _add,
     "subtract": lambda e, a, b: tirx.Sub(a, b),
     "multiply": _multiply,
-    "divide": _divide,
+    "divide": lambda e, a, b: tirx.Div(a, b) if "float" in element_type(a) else tirx.truncdiv(a, b),
     "floor_divide": _floor_divide,
     "floor_mod": _floor_mod,
     "power": _power,
@@ -193,8 +181,8 @@ RULES: dict[str, Rule] = {
     "greater": _compare(tirx.GT),
     "greater_equal": _compare(tirx.GE),
     "isnan": _is_nan,
-    "isinf": _is_inf,
-    "isfinite": _is_finite,
+    "isinf": lambda e, x: tirx.EQ(_abs(e, x), e.const(float("inf"), element_type(x))),
+    "isfinite": lambda e, x: _abs(e, x) < e.const(float("inf"), element_type(x)),
     "logical_and": lambda e, a, b: tirx.And(a, b),
     "logical_or": lambda e, a, b: tirx.Or(a, b),
     "logical_xor": lambda e, a, b: _xor(a, b),

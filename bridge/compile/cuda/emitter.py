@@ -167,7 +167,7 @@ class CudaEmitter(Emitter):
             case TensorLoad():
                 return value.source in self._bfloat16
             case tirx.FloatImm():
-                return element_type(value) == "float32" and _is_short(float(value.value))
+                return element_type(value) == "float32" and struct.pack("<f", float(value.value))[:2] == bytes(2)
             case tirx.Select():
                 return self._is_bfloat16(value.true_value) and self._is_bfloat16(value.false_value)
             case Call():
@@ -245,11 +245,6 @@ class CudaEmitter(Emitter):
     def truncated(self, value: Expr, target: str) -> Expr:
         """C's conversion, as in eager's kernels, which convert to uint8 through int64."""
         return self.cast(self.cast(value, "int64"), target) if target == "uint8" else self.cast(value, target)
-
-
-def _is_short(number: float) -> bool:
-    """Whether a number is exact in bfloat16."""
-    return struct.pack("<f", number)[:2] == bytes(2)
 
 
 PREAMBLE = r"""

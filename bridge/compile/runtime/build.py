@@ -258,11 +258,9 @@ def _object_code(library: Module) -> bytes:
         return file.read()
 
 
-def _is_usable(built: Built) -> bool:
-    return not built.build.has_failed
-
-
-_KERNELS: WeakCache[PrimFunc, Built] = SESSION.cache("programs", WeakCache(structural_equal, _is_usable))
+_KERNELS: WeakCache[PrimFunc, Built] = SESSION.cache(
+    "programs", WeakCache(structural_equal, lambda built: not built.build.has_failed)
+)
 _LOCK = free_in_children(threading.Lock())
 
 _SHARED: list[Built] = SESSION.cache("programs", [])

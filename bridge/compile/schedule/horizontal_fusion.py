@@ -85,7 +85,8 @@ def _others_first(groups: Sequence[Group]) -> list[Group]:
     passed: Counter[Group] = Counter()
     for group in groups:
         place = len(ordered)
-        if type(group.nodes[0]) is LibraryCall or (_is_small(group) and _reduces(group)):
+        reduces = any(isinstance(node, Reduction) for node in group.nodes)
+        if type(group.nodes[0]) is LibraryCall or (reduces and _is_small(group)):
             while place and passed[ordered[place - 1]] < _REACH and _lets_pass(ordered[place - 1], group):
                 place -= 1
         passed.update(ordered[place:])
@@ -95,10 +96,6 @@ def _others_first(groups: Sequence[Group]) -> list[Group]:
 
 def _lets_pass(group: Group, other: Group) -> bool:
     return group not in other.sources and _is_elementwise(group) and _is_small(group)
-
-
-def _reduces(group: Group) -> bool:
-    return any(isinstance(node, Reduction) for node in group.nodes)
 
 
 def _is_small(group: Group) -> bool:

@@ -55,7 +55,8 @@ class _Pass:
     def run(self) -> None:
         for group in self.groups:
             for value in list(group.made) if group.fusable else ():
-                if self._is_large(value) and value not in self.kept and self.readers[value]:
+                is_large = sample_of(value.numel) > self.rules.limits.rows.single_elements
+                if is_large and value not in self.kept and self.readers[value]:
                     if not self._compute_where_read(value):
                         self.kept.add(value)
         self._drop_unread()
@@ -78,9 +79,6 @@ class _Pass:
             if group.fusable:
                 _keep(group, wanted)
             wanted.update(operand.value for _, operand in group.reads())
-
-    def _is_large(self, value: Value) -> bool:
-        return sample_of(value.numel) > self.rules.limits.rows.single_elements
 
     def _compute_where_read(self, value: Value) -> bool:
         """Lets a value's consumers recompute it if that is profitable; returns whether it is."""

@@ -204,6 +204,7 @@ class _Structure:
         self._signature = signature_of(forward)  # another condition guards forward itself
         parameters = {} if self._signature is None else self._signature.parameters
         self._positional = list(parameters)[: self._num_positional]
+        self._collected = _collected(forward, self._keywords) if self._signature is None else []
         self._defaults = {name: parameter.default for name, parameter in parameters.items()}
         self._other_spellings: set[tuple] = set()  # other argument forms of calls that matched
 
@@ -226,7 +227,7 @@ class _Structure:
             return self._flattened(args, kwargs)
         if self._other_spellings and (len(args), *kwargs) in self._other_spellings:
             args, kwargs = self._as_sampled(args, kwargs)
-        if len(args) != self._num_positional or len(kwargs) != len(self._keywords):
+        if len(args) != self._num_positional or len(kwargs) != len(self._keywords) or self._is_reordered(kwargs):
             return None
         try:
             values = [*args, *[kwargs[name] for name in self._keywords]]
@@ -251,7 +252,9 @@ class _Structure:
         if kwargs.keys() != set(self._keywords):
             detail = f"compiled for {sorted(self._keywords)}, called with {sorted(kwargs)}"
             raise GuardFailure(STRUCTURE, "keyword arguments", detail)
-        # the order of keywords carries no meaning
+        if self._is_reordered(kwargs):
+            detail = f"compiled for {self._keywords}, called with {list(kwargs)}"
+            raise GuardFailure(STRUCTURE, "order of keyword arguments", detail)
         packed = packed_arguments((args, {name: kwargs[name] for name in self._keywords}))
         leaves, spec = pytree.tree_flatten(packed)
         if spec != self._spec:
@@ -261,6 +264,10 @@ class _Structure:
         if other is not None:
             self._other_spellings.add(other)
         return leaves
+
+    def _is_reordered(self, kwargs: dict[str, Any]) -> bool:
+        """Whether forward's ``**kwargs`` has another order than the sample's; the order of named arguments is none."""
+        return bool(self._collected) and [name for name in kwargs if name in self._collected] != self._collected
 
     def _as_sampled(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Signature binding: the call's arguments in the sample's form; unchanged if they cannot be bound to it.
@@ -274,10 +281,24 @@ class _Structure:
         except TypeError:
             return args, kwargs
         given = {*self._positional, *self._keywords}
-        if any(name not in given and not same(value, self._defaults[name]) for name, value in bound.items()):
+        if any(name not in given and not _is_default(value, self._defaults[name]) for name, value in bound.items()):
             return args, kwargs
         values = {**self._defaults, **bound}
         return tuple([values[name] for name in self._positional]), {name: values[name] for name in self._keywords}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether a value means a parameter's default to forward, which may ask for a container's identity."""
+    return value is default or (not isinstance(value, (list, tuple, dict)) and same(value, default))
+
+
+def _collected(forward: Callable[..., Any], keywords: Sequence[str]) -> list[str]:
+    """The keywords that forward's ``**kwargs`` collects, if there are several."""
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    count = 0 if code is None else code.co_argcount + code.co_kwonlyargcount
+    named = code.co_varnames[code.co_posonlyargcount : count] if count else ()
+    collected = [name for name in keywords if name not in named]
+    return collected if len(collected) > 1 else []
 
 
 def _shape_of(spec: pytree.TreeSpec, index: int) -> tuple | None:

@@ -210,6 +210,8 @@ REFUSED = {
     "a tensor is added": (adds, "an object that was passed"),
     "it is returned": (lambda m, b: (m.linear(b.x), b), "an object that was passed"),
     "it is kept": (keeps, "an object that was passed"),
+    "a list in it is returned": (lambda m, b: (m.linear(b.x), b.more), "an object that was passed"),
+    "a list in it is kept": (lambda m, b: keeps(m, SimpleNamespace(x=b.x, more=b.more)), "an object that was passed"),
     "a list in it grows": (grows, "an object that was passed"),
 }
 
@@ -440,3 +442,70 @@ def test_whether_two_functions_are_one(same):
     wanted = call(module, one), module.linear(torch.zeros(3, 4).double())
     add_tvm_dispatch(module, (one, one if same else two))
     torch.testing.assert_close((module(one, one), module(one, two)), wanted)
+
+
+ALIKE = {
+    "two lists": lambda m, a, b: a is b,
+    "of the module": lambda m, a, b: b is m.kept,
+    "a helper": lambda m, a, b: not (lambda one, other: one is not other)(a, b),
+    "id": lambda m, a, b: id(b) == m.number,
+}
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+@pytest.mark.parametrize("asks", ALIKE.values(), ids=ALIKE)
+def test_which_container_it_is(asks, kind, same):
+    """Eager's numbers, or a refusal: a compiled call has another container of the same contents."""
+    made = [{"x": x(1), "k": 2.0} if kind is dict else kind([x(1), 2.0]) for _ in range(2)]
+    module = Net(lambda m, a, b: m.linear(x(1)) * (2 if asks(m, a, b) else 3))
+    module.forward = lambda a, b: module.run(module, a, b)
+    module.kept, module.number = made[0], id(made[0])
+    wanted = module.linear(x(1))
+    try:
+        add_tvm_dispatch(module, (made[0], made[0] if same else made[1]))
+    except UnsupportedModule as error:
+        assert "forward asks which object it is given" in str(error)
+        return
+    torch.testing.assert_close((module(made[0], made[0]), module(*made)), (wanted * 2, wanted * 3))
+
+
+def test_a_container_that_is_compared_with_other_types_hits():
+    """A list is never the sentinel that a default is."""
+    module = Net(None)
+    module.forward = lambda a=FACTOR, b=FACTOR: module.linear(b[0] if a is not FACTOR and b is not FACTOR else x(1))
+    add_tvm_dispatch(module, ([x(1)], (x(2),)))
+    torch.testing.assert_close(module([x(3)], (x(4),)), module.linear(x(4)))
+    assert stats(module).hits == 1
+
+
+def test_an_equal_container_is_not_the_default():
+    default = (1.0,)
+    module = Net(None)
+    module.run = lambda x, scale=default: module.linear(x) * (2 if scale is default else 3)
+    module.forward = module.run
+    add_tvm_dispatch(module, x(1))
+    wanted = module.linear(x(1))
+    torch.testing.assert_close((module(x(1)), module(x(1), default)), (wanted * 2, wanted * 2))
+    torch.testing.assert_close(module(x(1), tuple([1.0])), wanted * 3)
+    assert stats(module).hits == 2
+
+
+@pytest.mark.parametrize("on_miss", ["eager", "compile"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_order_of_collected_keywords(wrapped, on_miss):
+    """``**kwargs`` tells the order of its keywords, which parameters by name do not."""
+
+    def first(x, **more):
+        found = module.linear(x)
+        for name, each in more.items():
+            found = found * each if name == "a" else found + each
+        return found
+
+    module, given = Net(None), {"x": x(1), "a": x(2), "b": x(3)}
+    module.forward = functools.wraps(first)(lambda *args, **kwargs: first(*args, **kwargs)) if wrapped else first
+    add_tvm_dispatch(module, given, on_miss=on_miss)
+    for names in ("xab", "xba", "bxa", "xab", "axb"):
+        call = {name: given[name] for name in names}
+        torch.testing.assert_close(module(**call), first(**call), rtol=1e-12, atol=1e-12)
+    assert stats(module).hits == (5 if on_miss == "compile" else 2 if wrapped else 3)

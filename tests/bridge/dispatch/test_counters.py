@@ -95,3 +95,29 @@ def test_a_counter_that_is_read_is_refused(read):
     with pytest.raises(UnsupportedModule, match="Python state that forward changes at every call"):
         add_tvm_dispatch(module, X)
     assert module.calls == 5
+
+
+class OfTheClass(Layer):
+    """Its counter is the class's until the first call sets one of the module's."""
+
+    calls = 3
+
+    def __init__(self):
+        super().__init__()
+        del self.calls
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_counter_that_begins_as_a_class_attribute(inner):
+    modules = [nn.Sequential(OfTheClass()) if inner else OfTheClass() for _ in range(2)]
+    add_tvm_dispatch(modules[0], X)
+    layers = [each[0] if inner else each for each in modules]
+    assert "calls" not in layers[0].__dict__
+    for calls in (4, 5, 6):
+        assert torch.equal(modules[0](X), modules[1](X))
+        assert [each.__dict__["calls"] for each in layers] == [calls, calls]
+    assert stats(modules[0]).hits == 2
+    for each in layers:
+        del each.calls
+    assert torch.equal(modules[0](X), modules[1](X))
+    assert [each.__dict__["calls"] for each in layers] == [4, 4]

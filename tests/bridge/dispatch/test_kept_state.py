@@ -201,6 +201,7 @@ class Stateful(nn.Module):
 
     def forward(self, x):
         hidden = self.hidden if isinstance(self.hidden, torch.Tensor) else x.new_zeros(len(x), 4)
+        hidden = hidden.expand(len(x), 4).double()
         out = torch.tanh(self.linear(torch.cat([x, hidden], 1)))
         self.hidden = out.detach()
         return out
@@ -227,3 +228,32 @@ def test_what_is_carried_on_begins_with_no_tensor(samples, begin, is_inner):
     module, inner = make()
     add_tvm_dispatch(module, double(9, 3, 4))
     assert inner.hidden is begin
+
+
+STARTS = {
+    "a leaf": lambda: double(1, 3, 4, requires_grad=True),
+    "computed": lambda: double(1, 3, 4, requires_grad=True) * 2,
+    "fewer dimensions": lambda: double(1, 4),
+    "another type": lambda: double(1, 3, 4).float(),
+    "expanded": lambda: double(1, 4).expand(3, 4),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("samples", [True, False])
+def test_what_is_carried_on_begins_with_another_tensor(samples, start):
+    """A first value of other metadata, or that requires grad, gets its gradient; later calls hit."""
+
+    def make():
+        module = Stateful(STARTS[start]())
+        return module, module
+
+    def step(module, own, i):
+        module.hidden = STARTS[start]() if i == 4 else module.hidden
+        first = module.hidden
+        first.retain_grad() if first.requires_grad else None
+        out = module(double(i, 3, 4))
+        out.square().sum().backward()
+        return out, first.grad, module.hidden
+
+    beside(make, step, (lambda m, own: (double(9, 3, 4),)) if samples else None, steps=7, hits=4)

@@ -171,7 +171,7 @@ def test_each_call_makes_an_object_of_its_own():
     assert len(second.hidden.hidden) == len(module(x).hidden.hidden) == 2
 
 
-KEPT = Answer(1)
+KEPT, LISTED = Answer(1), ["a", "b"]
 
 
 def stamped(loss, hidden, m):
@@ -212,6 +212,12 @@ REFUSED = {
     "one that was there before": (lambda loss, hidden, m: (loss, KEPT), "is not made by the call"),
     "one of the module's": (lambda loss, hidden, m: Output(loss, m.kept), "is not made by the call"),
     "the time": (stamped, "returns something else each time"),
+    "a list of the module's": (lambda loss, hidden, m: (loss, m.names), "is not made by the call"),
+    "a dictionary of the module's": (
+        lambda loss, hidden, m: {"of": [m.table], "loss": loss},
+        "is not made by the call",
+    ),
+    "a list from elsewhere": (lambda loss, hidden, m: Answer(loss, LISTED), "is not made by the call"),
     "a cycle": (of_itself, "a result of type Answer"),
     "in two places": (twice, "a result of type Answer"),
     "a function in it": (lambda loss, hidden, m: Answer(loss, lambda: 3), "a result of type Answer"),
@@ -222,9 +228,41 @@ REFUSED = {
 @pytest.mark.parametrize(("answer", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_a_call_does_not_make_is_refused(answer, words):
     module = Block(answer)
-    module.kept = Answer(1)
+    module.kept, module.names, module.table = Answer(1), ["a"], {"a": torch.ones(2)}
     module.holds = Answer(module.linear.weight)
     with pytest.raises(UnsupportedModule, match=words):
         add_tvm_dispatch(module, torch.randn(3, 4))
     with pytest.raises(ValueError, match="not dispatched"):
         stats(module)
+
+
+def shared(loss, hidden, m):
+    several, own = [hidden], {"loss": loss}
+    m.aux = own
+    return [several, own, {"again": several, "answer": Answer(loss, several)}], own, several
+
+
+def places(value, path=""):
+    """The place of each list and dictionary in a result, by identity."""
+    found = [(id(value), path)] if isinstance(value, list | dict) else []
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    inside = vars(value).items() if isinstance(value, Answer) else inside
+    return found + [each for key, item in inside for each in places(item, f"{path}/{key}")]
+
+
+def test_a_container_in_several_places_is_one():
+    modules, x = [Block(shared), Block(shared)], torch.randn(3, 4)
+    modules[1].load_state_dict(modules[0].state_dict())
+    add_tvm_dispatch(modules[0], x)
+    for _ in range(2):
+        told = []
+        for module in modules:
+            result = module(x)
+            groups = {}
+            for of, path in places((result, module.aux)):
+                groups.setdefault(of, []).append(path)
+            result[1]["mine"] = 1
+            told.append((sorted(groups.values()), sorted(module.aux)))
+        assert told[0] == told[1]
+        torch.testing.assert_close(*[each(x)[2][0] for each in modules])
+    assert stats(modules[0]).hits == 4
