@@ -208,7 +208,7 @@ class CustomFunctions:
     def _traced_application(self, kind: type, args: tuple, kwargs: dict[str, Any], name: str, where: str) -> Any:
         if kwargs:
             raise _Refused("is applied to keyword arguments")
-        inside, ctx = Inside(), NotedContext(kind)
+        inside, ctx, shared = Inside(), NotedContext(kind), self.applied.shared
         tensors = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
         given, followed = [*tensors.values()], {place: arg for place, arg in tensors.items() if arg.requires_grad}
         returned, others = self.writing.get(kind, (frozenset(), frozenset()))
@@ -223,8 +223,7 @@ class CustomFunctions:
             inside.runs_forward = False
             memory = self._written(start)
             changed = {n for n, arg in followed.items() if not memory.isdisjoint(self._memory(self._numbers([arg])))}
-            views = {n for n, arg in followed.items() if storage_id(arg) in self.applied.shared}  # of another Function
-            if any(place in views or place in copies or followed[place].is_leaf for place in changed):
+            if any(n in copies or storage_id(followed[n]) in shared or followed[n].is_leaf for n in changed):
                 raise _Refused("changes its arguments in place")
             if changed:
                 same = {place for place in changed if any(each is args[place] for each in tensors_in(made))}
@@ -247,7 +246,7 @@ class CustomFunctions:
             if isinstance(each.grad_fn, FunctionNode):
                 self.applied.nodes[each.grad_fn] = self.uses[-1]
             if storage_id(each) in memory:
-                self.applied.shared.add(storage_id(each))
+                shared.add(storage_id(each))
         for place, copied in copies.items():
             seen = place in returned
             args[place].copy_(copied if seen else self._trace(Overwritten, (args[place], copied.detach()), {}))
