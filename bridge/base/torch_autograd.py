@@ -92,5 +92,9 @@ def _captured(function: Any, name: str) -> Any:
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` without its search for functorch's wrappers in each argument: the guard has excluded them."""
+    """``function.apply`` without its search for functorch's wrappers in each argument: the guard has excluded them.
+
+    Its nodes call ``function.backward`` without torch's search for ``vjp``.
+    """
+    node_class(function).apply = function.backward
     return super(torch.autograd.Function, function).apply

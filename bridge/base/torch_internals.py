@@ -229,6 +229,8 @@ COMPILED_CALL = "_compiled_call_impl"
 """A module's attribute that replaces its call; ``nn.Module.compile`` and the dispatcher set it."""
 MODULE_CALL: CodeType = find("torch.nn.Module._wrapped_call_impl").__code__
 """Code of the method that reads it."""
+MODULE_FILE: dict[str, Any] = find("torch.nn.Module._wrapped_call_impl").__globals__
+"""Its globals, which a frame gives without an audit event."""
 _GLOBAL_HOOKS = [
     find(f"torch.nn.modules.module._global_{kind}")
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")

@@ -183,7 +183,8 @@ class Save(CallStep):
         outputs: places of saved outputs.
         captures: the first saved intermediate among the results; all later results are saved.
         names: of all saved tensors.
-        aliased: indices into ``primals`` + ``outputs`` of tensors saved as detached aliases (:func:`saved_apart`).
+        aliased: indices into ``primals`` + ``outputs`` of tensors saved as detached aliases: outputs, and inputs of
+            which eager saves views (:func:`saved_apart`).
         left: (index into ``primals`` + ``outputs``, input) if the input's memory has that value in the end: the input
             is saved.
         beside: places of extra inputs and draws for a backward by eager's operators.
@@ -421,9 +422,9 @@ def _save(
     names = (
         [primals[index] for index in saved] + [values[index] for index in outputs] + [*values[lowered.num_results :]]
     )
-    viewed = {lowered.imported.output_of[leaf] for leaf in captured.apart[1]}
-    viewed |= {place for place, index in memory.items() if index in aliased}
-    aliased_outputs = (len(saved) + place for place, index in enumerate(outputs) if index in viewed)
+    aliased_outputs = (  # a saved output that is not detached costs autograd more, and tells it nothing more
+        len(saved) + place for place, index in enumerate(outputs) if memory.get(index) in (None, *aliased)
+    )
     owned = captured.module_tensors if guard is not None else ()  # only a guarded module's parameters are leaves
     leaves = {index for index, each in enumerate(owned) if each.kind == "parameter"}
     return Save(

@@ -34,7 +34,7 @@ from bridge.base.errors import (
 from bridge.base.log import channel
 from bridge.base.threads import interrupts_deferred, raise_deferred, renewed_in_children
 from bridge.base.torch_internals import (
-    MODULE_CALL,
+    MODULE_FILE,
     MODULE_HOOKS,
     compiling_flag,
     has_global_hooks,
@@ -182,7 +182,7 @@ class Dispatcher:
         is_dynamo = torch.compiler.is_dynamo_compiling()
         if not is_dynamo:  # Dynamo does not support sys._getframe
             caller = sys._getframe(1)
-            if caller.f_code is MODULE_CALL and (called := caller.f_locals["self"]) is not module:
+            if caller.f_globals is MODULE_FILE and (called := caller.f_locals.get("self", module)) is not module:
                 return called._call_impl(*args, **kwargs)  # a copy that took over __dict__: its weights are its own
         if module is None:
             raise ReferenceError("the dispatched module is gone")

@@ -12,6 +12,7 @@ The cache is bounded in number and in bytes. Autograd graphs of earlier calls ow
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -298,7 +299,7 @@ class Entry:
             if self._apply is not None:
                 call.computed = self._apply(run.programs, run.forward, call, *self._wanted(call.primals))
             else:
-                with torch.no_grad():
+                with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                     for act in run.forward:
                         act(call)
                 call.computed = call.values

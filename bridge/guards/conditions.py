@@ -19,6 +19,7 @@ from bridge.base.errors import MODULE, GuardFailure, Unsupported, UnsupportedMod
 from bridge.base.tensor_properties import properties_of
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.kinds import CONTAINERS, is_a
+from bridge.guards.objects import names_of
 from bridge.guards.recording import Reads
 from bridge.guards.watched import (
     ABSENT,
@@ -34,7 +35,7 @@ from bridge.guards.watched import (
     class_entry,
     entry_of,
 )
-from bridge.state import dict_behind
+from bridge.state import dict_behind, dict_versions
 
 __all__ = ["ReadGuard"]
 
@@ -73,20 +74,23 @@ class _Names:
 
 
 class _Held:
-    """The contents of a dictionary; its write count decides only while all entries are the expected objects."""
+    """The contents of a dictionary, or all entries of a class and its bases; write counts decide only while all entries
+    are the expected objects."""
 
-    def __init__(self, item: Contents):
+    def __init__(self, item: Contents | Answer):
         self.items, self.values, self.is_counted = [item], [item.read()], True
 
     def unchanged(self) -> bool:
         (item,), (then,) = self.items, self.values
-        now, each = item.read(), iter if item.table else chain.from_iterable
-        self.is_counted = bool(now) and len(now) == len(then) and all(map(is_, each(now), each(then)))
+        now, each = item.read(), iter if getattr(item, "table", False) else chain.from_iterable
+        self.is_counted = len(now) == len(then) and all(map(is_, each(now), each(then)))
         return self.is_counted or item.same(now, then)
 
     @staticmethod
     def may_hold(item: Any) -> bool:
-        """Whether all writes to it are counted: a dictionary that is noted without the containers in it."""
+        """Whether all writes to it are counted: a dictionary that is noted without the containers in it, or a class."""
+        if isinstance(item, Answer):
+            return item.function is names_of
         is_dict = isinstance(item, Contents) and type(item.value) is dict
         return is_dict and not (item.table and any(isinstance(each, CONTAINERS) for each in item.read()))
 
@@ -157,10 +161,10 @@ class _Namespaces:
         self.versions: list[int] | None = None
         self.empty: list[dict] = []
 
-    def unchanged(self, versions: list[int] | None) -> bool:
-        """Compares the names of the dictionaries that were written; ``versions``: from before the comparison, so that
-        a concurrent write is seen later."""
-        then = None if any(self.empty) else self.versions
+    def unchanged(self, versions: list[int] | None, everything: bool) -> bool:
+        """Compares the names of the dictionaries that were written, or of all; ``versions``: from before the
+        comparison, so that a concurrent write is seen later."""
+        then = None if everything or any(self.empty) else self.versions
         for place, each in enumerate(self.dicts):
             if versions is None or then is None or versions[place] != then[place]:
                 if not all([names.unchanged() for names in self._by_dict[id(each)]]):
@@ -236,7 +240,7 @@ class ReadGuard:
             versions: the counts of :attr:`dicts`, read before; -1 replaces counts that do not tell all writes.
             is_rebound: whether the count of :func:`bridge.guards.functions.rebound_count` is another one.
         """
-        return (not is_rebound or self._bindings.unchanged()) and self._spaces.unchanged(versions)
+        return (not is_rebound or self._bindings.unchanged()) and self._spaces.unchanged(versions, is_rebound)
 
     @property
     def uncounted(self) -> Callable[[], bool] | None:
@@ -280,8 +284,10 @@ class ReadGuard:
                 hint = "change it before forward, or after backward"
                 raise UnsupportedModule("", [Unsupported(str(item.place), "backward", reason, hint)])
 
-    def match(self) -> None:
-        """Raises :class:`GuardFailure`, naming the first place that changed."""
+    def match(self, is_rebound: bool = True) -> None:
+        """Raises :class:`GuardFailure`, naming the first place that changed; ``is_rebound`` as in :meth:`unchanged`."""
+        if self.unchanged(dict_versions(self.dicts), is_rebound) and self._uncounted_unchanged():
+            return
         for what in self.differences():
             raise GuardFailure(MODULE, f"{what} changed")
 
@@ -312,14 +318,15 @@ def _without(item: Any, but: Collection[tuple[Any, Any]]) -> Any:
     return None if any(held is holder and getattr(item, "name", None) == key for holder, key in but) else item
 
 
-def _dicts_of(item: Name | ClassName | Contents) -> list[dict] | None:
+def _dicts_of(item: Name | ClassName | Contents | Answer) -> list[dict] | None:
     """The dictionaries whose writes can change a place's value; ``None`` where their writes are not counted."""
     if isinstance(item, Contents):
         found = [dict_behind(item.value)]
     elif isinstance(item, Name):
         found = [dict_behind(item.space) if type(item.space) is dict else None]
     else:
-        found = [dict_behind(vars(base)) for base in item.kind.__mro__ if base is not object]
+        kind = item.args[0] if isinstance(item, Answer) else item.kind
+        found = [dict_behind(vars(base)) for base in kind.__mro__ if base is not object]
     return None if None in found else found
 
 

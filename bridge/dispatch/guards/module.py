@@ -180,7 +180,8 @@ class ModuleGuard:
         tree, get = source.name(self, "tree"), source.name(getitem, "getitem")
         submodules, attributes = source.name(tuple(self._modules), "submodules"), source.name(_DICT, "attributes of")
         modules = f"(module, *{submodules})"
-        written = f"thorough or known is None or known.rebound != {source.name(self._rebound, 'rebound')}[0]"
+        rebound = source.name(self._rebound, "rebound")
+        written = f"thorough or known is None or known.rebound != {rebound}[0]"
         if (version := write_counter()) is not None:
             dicts = f"[*map({attributes}, {modules}), *known.dicts]"
             written += f" or [*map({source.name(version, 'dict version')}, {dicts})] != known.all_versions"
@@ -206,7 +207,8 @@ class ModuleGuard:
             source.add("given = owned", f"owned = {local}.of(given)")
             source.refuse("owned is None", f"{local}.failure(given)")
         self._tensors.write(source, "owned", inference, nested="held" if self._conditions.references else "")
-        source.add("if thorough:", f"    {source.name(self.reads, 'reads')}.match()")
+        is_rebound = f"{tree}.unwritten is None or {tree}.unwritten.rebound != {rebound}[0]"
+        source.add("if thorough:", f"    {source.name(self.reads, 'reads')}.match({is_rebound})")
         if (uncounted := self.reads.uncounted) is not None:
             same = source.name(uncounted, "uncounted reads unchanged")
             source.add(f"elif not {same}():", "    return None")

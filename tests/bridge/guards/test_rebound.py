@@ -1,5 +1,7 @@
 """Writes to code, defaults, classes and bases: Python reports them; a matching call compares these only afterwards."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,43 @@ def test_a_write_is_a_miss_and_back_again_a_hit(name):
     assert sum(stats(module).misses.values()) == 3 and all(reason in each for each in stats(module).misses)
     module(x), module(x)
     assert stats(module).hits == 4
+
+
+EMPTY: dict[str, float] = {}
+
+
+class Options:
+    scale = 2.0
+
+
+class Listed(nn.Module):
+    """Reads a dictionary without entries, and all entries of a class, as transformers' configurations do."""
+
+    def forward(self, x):
+        return x * dict(inspect.getmembers(Options))["scale"] + sum(EMPTY.values())
+
+
+def test_an_empty_dictionary_and_the_entries_of_a_class_are_compared_after_writes_alone(monkeypatch):
+    module, x = Listed(), torch.randn(3)
+    add_tvm_dispatch(module, x)
+    tree = stats(module).entries[0].guard.tree
+    looked, look = [], type(tree).look
+    monkeypatch.setattr(type(tree), "look", lambda *args: looked.append(1) or look(*args))
+    for _ in range(4):
+        module(x)
+    assert len(looked) <= 2 and stats(module).hits == 4
+    EMPTY.update(more=1.0)
+    torch.testing.assert_close(module(x), x * 2 + 1)
+    EMPTY.clear()
+    monkeypatch.setattr(Options, "scale", 3.0)
+    torch.testing.assert_close(module(x), x * 3)
+    monkeypatch.undo()
+    monkeypatch.setattr(Options, "late", 3.0, raising=False)
+    module(x)
+    assert stats(module).hits == 4 and sum(stats(module).misses.values()) == 3
+    monkeypatch.undo()
+    module(x)
+    assert stats(module).hits == 5
 
 
 def test_the_check_compares_again_after_a_write_elsewhere_alone(monkeypatch):
