@@ -90,12 +90,6 @@ LIMITS = Limits.of(
     streams=1,
 )
 
-#: LLVM unrolls a loop completely if the result has fewer instructions than this, then the loop around it likewise. With
-#: its default, 300, a short column sum (6 chunks of rows of 48 vectors) grows to 14,000 instructions, half a second of
-#: compilation, and is no faster. At 270 nearly all other kernels keep their machine code; at 220 a softmax over 128
-#: columns, which gains from unrolling, is a tenth slower.
-_UNROLLED_INSTRUCTIONS = 270
-
 
 @functools.cache
 def host_cpu() -> str:
@@ -106,8 +100,7 @@ def host_cpu() -> str:
 @functools.cache
 def host_backend() -> CpuBackend:
     """The backend of this machine's processor."""
-    options = [f"-unroll-threshold-aggressive:uint={_UNROLLED_INSTRUCTIONS}"]
-    return CpuBackend(target=Target({"kind": "llvm", "mcpu": host_cpu(), "cl-opt": options}))
+    return CpuBackend(target=Target({"kind": "llvm", "mcpu": host_cpu()}))
 
 
 @dataclass(frozen=True)
