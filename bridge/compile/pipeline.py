@@ -40,13 +40,12 @@ from bridge.base.threads import free_in_children, raise_deferred, renewed_in_chi
 from bridge.compile.backend import Backend
 from bridge.compile.loop_ir.graph import Graph, LoopCall, eliminate_dead_code
 from bridge.compile.options import CompileOptions
-from bridge.compile.passes.cheap import add_few_rows, cast_where_read, count_where_read, recompute_row_values
+from bridge.compile.passes.cheap import cast_where_read, count_where_read, recompute_row_values
 from bridge.compile.passes.choose_layouts import (
     choose_layouts,
     make_walkable,
     recompute_permutations,
 )
-from bridge.compile.passes.join_products import join_products
 from bridge.compile.passes.patterns import (
     add_moments_at_once,
     generate_lookups,
@@ -71,7 +70,6 @@ __all__ = ["Compilation", "compile_function", "optimize"]
 PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     generate_lookups,  # first: later passes see its copies
     recompute_permutations,
-    add_few_rows,
     recompute_slices,
     cast_where_read,
     count_where_read,
@@ -224,8 +222,6 @@ class _Graphs:
             translate(func, self._backend, drawn, dict(options.given_orders)), self._backend
         )
         neutral = add_moments_at_once(neutral, self._backend)
-        if policy.joins:
-            neutral = join_products(neutral, options.grad_outs)
         neutral = read_parts_apart(neutral, self._backend)
         neutral = split_products(neutral, partial(policy.parts, is_step=is_step), is_step)
         neutral = pad_products(neutral, policy.unit)

@@ -78,15 +78,14 @@ LIMITS = Limits.of(
     joined_sections=8,
     joined_rows=8,
     section_operators=4,
-    section_elements=0,
     parts_apart=8,
     free_reads=4,
+    row_values=0,
     access_bytes=0,
     single_elements=0,
     together=1,
     small_casts=0,
     read_again=0,
-    added_rows=0,
     streams=1,
 )
 

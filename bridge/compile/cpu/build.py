@@ -1,12 +1,7 @@
-"""Machine code for the CPU: PrimFuncs → a library by TVM's LLVM, for this processor's features.
-
-Attainable rate: the processor's peak rate of multiply-adds, measured with a kernel that does nothing else. A library
-product near that rate leaves nothing to gain.
-"""
+"""Machine code for the CPU: PrimFuncs → a library by TVM's LLVM, for this processor's features."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import platform
@@ -16,20 +11,16 @@ from pathlib import Path
 
 import tvm
 from tvm import tirx
-from tvm.ir import IRModule, PointerType, PrimType
+from tvm.ir import IRModule
 from tvm.target import Target
-from tvm.tirx import BufferLoad, BufferStore, Expr, PrimFunc, SeqStmt, Var
+from tvm.tirx import PrimFunc
 
 from bridge.base.log import channel
-from bridge.base.torch_internals import VF
-from bridge.compile.codegen.emit import Emitter, stack_buffer
-from bridge.compile.codegen.tir import LOOPS_ATTR, LoopScope, const, loop, loop_function, lower_loops
-from bridge.compile.cpu.gemm_tile import register_tile
-from bridge.compile.cpu.threads import CONNECT, connect_function, in_a_plain_thread, launcher
+from bridge.compile.codegen.tir import LOOPS_ATTR, lower_loops
+from bridge.compile.cpu.threads import CONNECT, connect_function, launcher
 from bridge.compile.runtime.build import REFUSALS, library_bytes, loaded
-from bridge.trials import seconds_of
 
-__all__ = ["CpuLibraries", "attainable_rate", "features", "fingerprint", "kernel_source", "llvm_version", "model"]
+__all__ = ["CpuLibraries", "features", "fingerprint", "kernel_source", "llvm_version", "model"]
 
 _SETTINGS = ("MKL_", "OMP_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "OPENBLAS_")
 """Prefixes of environment variables that configure libraries of matrix products."""
@@ -138,53 +129,3 @@ def kernel_source(func: PrimFunc, name: str, target: Target, form: str) -> str:
         return func.with_attr("global_symbol", name).script()
     library = _compiled({name: func}, target, bool(func.attrs.get(LOOPS_ATTR, False)))
     return library.inspect_source(_FORMS[form])
-
-
-_LANES = 4
-"""For a processor without a register tile."""
-
-_CHAINS = 12
-"""Independent vectors of multiply-adds: enough to hide the latency of one, and few enough for the registers."""
-
-_TURNS = 20_000
-
-
-@functools.cache
-def attainable_rate(target: Target) -> float:
-    """Floating point operations per second of one thread in float32; float64 has half of that.
-
-    Measured once per process: a tenth of a millisecond, and some hundredths of a second to build the kernel.
-    """
-    tile = register_tile(target)
-    lanes = _LANES if tile is None else tile.lanes("float32")
-    kernel = CpuLibraries(target).build({"multiply_add": _function(lanes)}, True)["multiply_add"]
-
-    def seconds() -> float:
-        factor, sums = VF.full((lanes,), 0.5), VF.zeros(_CHAINS * lanes)
-        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (factor, sums)]
-        return seconds_of({"multiply_add": lambda: kernel(*addresses)})["multiply_add"]
-
-    return 2 * _CHAINS * lanes * _TURNS / in_a_plain_thread(seconds)
-
-
-def _function(lanes: int) -> PrimFunc:
-    """``sums = sums * factor + factor``, ``_TURNS`` times, in vectors of ``lanes`` elements."""
-    params = [Var(name, PointerType(PrimType("float32"))) for name in ("factor", "sums")]
-    factor, sums = (tirx.decl_buffer((1 << 20,), "float32", p.name, data=p, data_alignment=4) for p in params)
-    chains, allocation = stack_buffer(_CHAINS * lanes, "float32", "chains")
-
-    def at(chain: int) -> Expr:
-        return tirx.Ramp(const(chain * lanes), const(1), lanes)
-
-    def turn(body: LoopScope, _: Var) -> None:
-        emit = Emitter(lanes)
-        by = emit.bind(BufferLoad(factor, [at(0)]))
-        for chain in range(_CHAINS):
-            total = emit.fma(BufferLoad(chains, [at(chain)]), by, by)
-            emit.stmts.append(BufferStore(chains, total, [at(chain)]))
-        body.add(*emit.stmts)
-
-    enter = [BufferStore(chains, BufferLoad(sums, [at(chain)]), [at(chain)]) for chain in range(_CHAINS)]
-    leave = [BufferStore(sums, BufferLoad(chains, [at(chain)]), [at(chain)]) for chain in range(_CHAINS)]
-    declared = [tirx.DeclBuffer(buffer, data=param) for buffer, param in zip((factor, sums), params, strict=True)]
-    return loop_function(params, SeqStmt([*declared, allocation, *enter, loop(_TURNS, turn), *leave]))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
@@ -26,7 +25,7 @@ from tvm.target import Target
 
 from autodiff.extents import Dim, maximum, minimum
 from bridge.base.torch_internals import VF, bfloat16_in_onednn, linear_pointwise
-from bridge.compile.cpu.build import attainable_rate, fingerprint
+from bridge.compile.cpu.build import fingerprint
 from bridge.compile.cpu.gemm import strip_rows
 from bridge.compile.cpu.gemm_tile import RegisterTile, register_tile
 from bridge.compile.cpu.threads import in_a_plain_thread
@@ -172,14 +171,8 @@ _REPRESENTED = 2**26
 _WORTH = 0.95
 """The fastest algorithm replaces a preferred one if it takes at most this part of its time."""
 
-_NEAR_THE_LIMIT = 0.75
-"""Part of the attainable rate from which on generated code, which costs a compilation, cannot improve on torch."""
-
-_NEAR_ENOUGH = 0.9
-"""The same part for a product of a constant: generated code packs nothing at a call, and serves many calls."""
-
-_RELATIVE_RATE = {"float32": 1.0, "float64": 0.5}
-"""Attainable rate of the element types of generated products, relative to float32's."""
+_GENERATED_TYPES = ("float32", "float64")
+"""Element types of generated products."""
 
 _TALL, _SHORT = 1344, 112
 """Maximum rows of one task. Each task packs its part of ``b``, which favours tall tasks; short ones are more even."""
@@ -216,7 +209,6 @@ class CpuProducts:
     _asked: dict[ProductShape, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     keeps_order = False
-    joins = False
     widened = frozenset()
     packs = True
     turns = True
@@ -263,7 +255,7 @@ class CpuProducts:
         """The algorithms of a product, torch's own first, generated code last."""
         ways = library_ways(product)
         tile = register_tile(self.target)
-        if product.element_type not in _RELATIVE_RATE or tile is None:
+        if product.element_type not in _GENERATED_TYPES or tile is None:
             return ways
         width, low = tile.columns(product.element_type), tile.heights[0]
         panels = _quotient_up(product.n, width)
@@ -336,32 +328,10 @@ class CpuProducts:
 
 
 def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) -> dict[str, float]:
-    """Seconds of each algorithm on this machine.
-
-    Times the libraries first: if torch's own is near the attainable rate, generated code need not be built.
-    """
-
+    """Seconds of each algorithm on this machine."""
     pace = replace(KERNELS, at_a_time=_STEPS_AT_A_TIME) if product.b.lasting else KERNELS
-
-    def seconds(ways: Sequence[str]) -> dict[str, float]:
-        return in_a_plain_thread(lambda: seconds_of(policy.runs(product, ProductTrial.of(product), ways), pace))
-
     settle()  # a concurrent build would take a processor from the timing
-    libraries, ours = ([way for way in ways if is_generated(way) is wanted] for wanted in (False, True))
-    times = seconds(libraries)
-    if not ours:
-        return times
-    if product.b.lasting:
-        return seconds(ways)
-    limit = attainable_rate(policy.target) * policy.threads * _RELATIVE_RATE[product.element_type]
-    best = min(times, key=times.__getitem__, default=ways[0])
-    library, part = (best, _NEAR_ENOUGH) if product.b.constant else (ways[0], _NEAR_THE_LIMIT)
-    if 2 * product.multiplications / times.get(library, math.inf) > part * limit:
-        return times
-    again = seconds([best, *ours])
-    # The other libraries were timed at another moment: only their ratios to the best one are kept.
-    scale = again[best] / times[best] if best in times and best in again else 1.0
-    return {way: each * scale for way, each in times.items()} | again
+    return in_a_plain_thread(lambda: seconds_of(policy.runs(product, ProductTrial.of(product), ways), pace))
 
 
 @functools.cache
@@ -398,4 +368,4 @@ def generated_types(target: Target, tensors: Iterable[torch.Tensor]) -> list[str
     if register_tile(target) is None:
         return []
     large = {tensor.dtype for tensor in tensors if tensor.ndim > 1 and tensor.numel() >= _SMALL}
-    return [name for name in _RELATIVE_RATE if getattr(torch, name) in large]
+    return [name for name in _GENERATED_TYPES if getattr(torch, name) in large]

@@ -7,7 +7,7 @@ on the host become arguments of the launch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -19,12 +19,11 @@ from bridge.compile.cuda.driver_graphs import (
     THREADS,
     VECTOR,
     Copies,
-    ExecutableGraph,
     NumberCopies,
     own_kernels,
 )
 
-__all__ = ["Pairs", "bring", "bring_anew", "copy"]
+__all__ = ["Pairs", "bring", "copy"]
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """``(target, source)`` pairs of the same shapes and element types."""
@@ -78,42 +77,8 @@ def _bring(pairs: Pairs) -> None:
             target.copy_(source)
         return
     index = pairs[0][0].device.index
-    targets, sources = zip(*pairs, strict=True)
-    numbers, fill = _numbers(targets)
-    fill(sources)
-    own_kernels(index).bring((len(pairs), 1), NUMBERS, numbers, current_stream(index))
-
-
-def _numbers(targets: Sequence[torch.Tensor]) -> tuple[NumberCopies, Callable[[Sequence[torch.Tensor]], None]]:
-    """The kernel argument for these targets, and a function that fills in the numbers."""
-    numbers, rooms = NumberCopies(), []
-    for place, target in enumerate(targets):
+    numbers = NumberCopies()
+    for place, (target, source) in enumerate(pairs):
         numbers.target[place], numbers.nbytes[place] = target.data_ptr(), target.nbytes
-        rooms.append((ctypes.addressof(numbers.source[place]), target.nbytes))
-
-    def fill(sources: Sequence[torch.Tensor]) -> None:
-        for (room, nbytes), source in zip(rooms, sources, strict=True):
-            ctypes.memmove(room, source.data_ptr(), nbytes)
-
-    return numbers, fill
-
-
-def bring_anew(
-    graph: ExecutableGraph, targets: Sequence[torch.Tensor]
-) -> Callable[[Sequence[torch.Tensor]], None] | None:
-    """A function that makes later launches of a graph bring other numbers; ``None`` if the graph brings none.
-
-    Args:
-        targets: as captured, at most :data:`~bridge.compile.cuda.driver_graphs.MOST_NUMBERS`.
-    """
-    node = graph.node_of(own_kernels(targets[0].device.index).bring)
-    if node is None:
-        return None
-    numbers, fill = _numbers(targets)
-    update = node.updater(graph.executable, (len(targets), 1), NUMBERS, numbers)
-
-    def anew(sources: Sequence[torch.Tensor]) -> None:
-        fill(sources)
-        update()
-
-    return anew
+        ctypes.memmove(ctypes.addressof(numbers.source[place]), source.data_ptr(), target.nbytes)
+    own_kernels(index).bring((len(pairs), 1), NUMBERS, numbers, current_stream(index))

@@ -253,12 +253,6 @@ class SecondStream:
             self._wait(_PATH, self._marks[_SECOND][-1])
         self._begin()
 
-    def begin(self, written: Sequence[torch.Tensor], action: Callable[[], None]) -> None:
-        """Runs an action that writes into tensors on the second stream; only steps that use them wait for it."""
-        writes = memory_of(written)
-        self._run(_SECOND, [], writes, action)
-        self._crossings.add(_SECOND, [], writes)
-
     def launch(self, index: int, step: Instruction, action: Callable[[list], None], registers: list) -> None:
         """Runs a step's action on its stream, after the steps that it must wait for."""
         is_beside = index in self._steps

@@ -95,15 +95,14 @@ LIMITS = Limits.of(
     joined_sections=8,
     joined_rows=8,
     section_operators=4,
-    section_elements=2**18,
     parts_apart=0,
     free_reads=4,
+    row_values=1,
     access_bytes=ACCESS_BYTES,
     single_elements=2**17,
     together=8,
     small_casts=8,
     read_again=8,
-    added_rows=8,
     streams=2,
 )
 

@@ -23,7 +23,6 @@ import torch
 from bridge.base.tensor_properties import span_of
 from bridge.base.torch_internals import VF
 from bridge.compile.cuda.copies import bring, copy
-from bridge.compile.cuda.driver_graphs import MOST_NUMBERS
 from bridge.compile.cuda.executor import ALIGNMENT, CudaExecutor, SecondStream
 from bridge.compile.graphs.recordings import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
@@ -211,7 +210,6 @@ class PiecewiseExecutor(CudaExecutor):
 
     Attributes:
         brought: slot of a generator's state that captured steps read → its memory on the device.
-        captures_states: whether the recorded run's first graph copies the states there.
     """
 
     __call__ = Executor.__call__
@@ -240,7 +238,6 @@ class PiecewiseExecutor(CudaExecutor):
         }
         self._states: dict[int, torch.Tensor] = {}
         self._branches: SecondStream | None = None
-        self.captures_states = False
 
     @contextmanager
     def recorded_by(
@@ -249,7 +246,6 @@ class PiecewiseExecutor(CudaExecutor):
         take: Callable[[Form], torch.Tensor],
         copies: Sequence[tuple[int, torch.Tensor]] = (),
         branches: SecondStream | None = None,
-        captures_states: bool = False,
     ) -> Iterator[None]:
         """A context in which a run is recorded as ``pieces``.
 
@@ -257,15 +253,12 @@ class PiecewiseExecutor(CudaExecutor):
             take: allocates memory for results of calls between graphs.
             copies: ``(place, memory)`` of results that library calls allocate; returned if the run wrote it.
             branches: launches steps off the critical path on a second stream.
-            captures_states: whether a graph may copy generators' states to the device: its launch then takes the call's
-                states. Otherwise a piece before it copies them.
         """
         self._pieces, self._take_between, self._branches = pieces, take, branches
         first = len(self._layout.params) + len(self._layout.fresh)
         for number, (place, memory) in enumerate(copies):
             self._kept[self._layout.results[place]] = _Kept(memory, first + number)
-        self.captures_states = captures_states and 0 < len(self.brought) <= MOST_NUMBERS
-        if self.brought and not self.captures_states:
+        if self.brought:
             pieces.parts.insert(0, self._bring)
         try:
             yield
@@ -292,7 +285,6 @@ class PiecewiseExecutor(CudaExecutor):
 
     def _act(self, registers: list) -> None:
         self._fork()
-        self._capture_states()
         for index, (action, last_used) in enumerate(self.actions):
             if index in self._between:
                 self._interrupt(index, registers)
@@ -309,14 +301,6 @@ class PiecewiseExecutor(CudaExecutor):
         """Starts the second stream after the piece's first copies, of inputs that are not dense or are misaligned."""
         if self._branches is not None:
             self._branches.fork()
-
-    def _capture_states(self) -> None:
-        if self.captures_states:
-            act = partial(bring, self._states_of(self._states))
-            if self._branches is None:
-                act()
-            else:
-                self._branches.begin(list(self.brought.values()), act)
 
     def _join(self) -> None:
         if self._branches is not None:

@@ -63,7 +63,6 @@ class CudaProducts:
     tf32: bool = False
 
     keeps_order = True
-    joins = True
     packs = False
 
     @property

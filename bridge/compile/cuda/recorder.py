@@ -18,7 +18,6 @@ from bridge.base.collector import collection_paused
 from bridge.base.session import SESSION
 from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
-from bridge.compile.cuda.copies import bring_anew
 from bridge.compile.cuda.driver_graphs import ExecutableGraph, captured, new_stream
 from bridge.compile.cuda.executor import SecondStream
 from bridge.compile.cuda.memory import PoolMemory, PrivatePool, SlotMemory, spare_bytes, takes_from
@@ -214,12 +213,11 @@ class CudaRecorder:
         block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()
         branches = _branches(self._program.beside.spans, shared) if self._program.beside.spans else None
-        launch = partial(_launched, stream=stream, execute=execute)
-        pieces = PiecewiseGraphs(partial(self._captured, shared), launch)
+        pieces = PiecewiseGraphs(partial(self._captured, shared), lambda graph: graph.launcher(stream))
         # garbage collection may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
             try:
-                with pieces, execute.recorded_by(pieces, shared.scratch.take, copies, branches, True):
+                with pieces, execute.recorded_by(pieces, shared.scratch.take, copies, branches):
                     results = execute(inputs, fresh=fresh)
                     for place, memory in copies:
                         if results[place] is not memory:
@@ -248,20 +246,6 @@ def _branches(steps: Collection[int], shared: _Stream) -> SecondStream:
         lambda number: streams[number].record_event(),
         lambda number, event: streams[number].wait_event(event),
     )
-
-
-def _launched(graph: ExecutableGraph, stream: int, execute: PiecewiseExecutor) -> Replay:
-    """The launch of a run's graph; updates generators' states first if the graph copies them."""
-    launch, brought = graph.launcher(stream), execute.brought
-    anew = bring_anew(graph, list(brought.values())) if execute.captures_states else None
-    if anew is None:
-        return launch
-
-    def replay(given: Sequence[torch.Tensor]) -> None:
-        anew([given[slot] for slot in brought])
-        launch()
-
-    return replay
 
 
 def _replay(parts: Sequence[Replay], replaying: AbstractContextManager, needs: object) -> Replay:

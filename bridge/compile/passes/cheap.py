@@ -13,25 +13,18 @@ example, a GPU would read four bytes of a constant for each element that a row i
 Row values: a few values per row that kernels with rows of several lengths read → computed in each of these kernels.
 The reciprocal root of a variance is one number per row. Gates of a recurrent cell read it in slices of rows, a
 normalization in whole rows; a kernel that stores it would have to run before both; recomputed, it costs an operator.
-
-Few rows: a sum of few long rows → additions, fused with the producers of the rows and the consumers of the sum. For
-example, the gradient of a key that four heads share, or of a table of positions for a batch of eight: each result is a
-sum of as many elements, which one thread adds in order in any case.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from autodiff.extents import Extent, same, sample_of
+from autodiff.extents import sample_of
 from bridge.base.torch_internals import VF
-from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
@@ -47,10 +40,10 @@ from bridge.compile.loop_ir.graph import (
     Value,
     whole,
 )
-from bridge.compile.loop_ir.views import cut_out, dense, is_dense
+from bridge.compile.loop_ir.views import is_dense
 from bridge.compile.schedule.limits import Limits, Rules
 
-__all__ = ["Producers", "add_few_rows", "box_of_arithmetic", "cast_where_read", "count_where_read"]
+__all__ = ["Producers", "box_of_arithmetic", "cast_where_read", "count_where_read"]
 __all__ += ["permuted_arithmetic", "recompute_row_values"]
 
 
@@ -197,7 +190,7 @@ def _cast_at_readers(
 
 def recompute_row_values(graph: Graph, rules: Rules) -> Graph:
     """Recomputes small values from values in memory in each kernel that reads them, if these differ in size."""
-    if not rules.limits.concats.section_elements:
+    if not rules.limits.recompute.row_values:
         return graph
     copies = _Copies(graph, rules)
     for node in graph.nodes:
@@ -256,64 +249,3 @@ class _Copies:
             return None
         copied = self._copy(operand.value, size)
         return None if copied is None else Operand(copied, operand.view)
-
-
-def add_few_rows(graph: Graph, rules: Rules) -> Graph:
-    """Replaces sums over few rows by additions; each begins with zero, as the reduction does."""
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        rows = _rows(node) if isinstance(node, Reduction) and _is_of_few(node, rules) else None
-        nodes += [node] if rows is None else _added(rows, node.out)
-    return replace(graph, nodes=nodes)
-
-
-def _is_of_few(node: Reduction, rules: Rules) -> bool:
-    """Whether it pays: a smaller sum is left to a launch of few threads, which share a row."""
-    if node.op != "sum" or same(node.inner, 1) or isinstance(node.reduced, Extent):
-        return False
-    if (
-        not 1 < node.reduced <= rules.limits.rows.added_rows
-        or sample_of(node.out.numel) <= rules.limits.rows.single_elements
-    ):
-        return False
-    return same(rules.order.column_chunks(node.reduced, node.inner), 1)
-
-
-def _rows(node: Reduction) -> list[Operand] | None:
-    """The summands in order, reduced axes with extent 1; ``None`` if no whole axes are reduced."""
-    axes, view = _axes(node), node.operand.view
-    if axes is None:
-        return None
-    rows = []
-    for place in itertools.product(*(range(view.shape[axis]) for axis in axes)):
-        corner = [0] * len(view.shape)
-        corner[axes.start : axes.stop] = place
-        extents = [1 if axis in axes else extent for axis, extent in enumerate(view.shape)]
-        rows.append(Operand(node.operand.value, cut_out(view, corner, extents)))
-    return rows
-
-
-def _axes(node: Reduction) -> range | None:
-    """The reduced axes of the operand's view; ``None`` if an axis is reduced in part."""
-    extents = node.operand.view.shape
-    for begin, end in itertools.combinations(range(len(extents) + 1), 2):
-        parts = extents[:begin], extents[begin:end], extents[end:]
-        if all(map(same, map(math.prod, parts), (node.outer, node.reduced, node.inner))):
-            return range(begin, end)
-    return None
-
-
-def _added(rows: Sequence[Operand], out: Value) -> list[Node]:
-    """The sum in order, in the compute type, rounded once."""
-    dtype, extents = compute_type(out.dtype), rows[0].shape
-    nodes: list[Node] = []
-
-    def computed(op: str, *operands: Operand | Scalar) -> Operand:
-        nodes.append(Pointwise(op, operands, Value(out.name, extents, dtype)))
-        return whole(nodes[-1].out)
-
-    total: Operand | Scalar = Scalar(0.0 if "float" in dtype else 0, dtype, extents)
-    for row in rows:
-        total = computed("add", total, row if row.dtype == dtype else computed("astype", row))
-    shaped = Operand(total.value, dense(out.shape))
-    return [*nodes, Pointwise("copy" if dtype == out.dtype else "astype", (shaped,), out)]

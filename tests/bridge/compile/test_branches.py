@@ -6,7 +6,6 @@ import random
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -292,29 +291,6 @@ def test_steps_beside_wait_for_copies_of_inputs(order):
     assert second_stream_steps(program.steps, program.layout.views).spans
     inputs = torch.rand(64, 64).t(), torch.rand(64 * 64 + 1)[1:].view(64, 64), torch.rand(64, 64)
     assert agree(program, list(inputs), ORDERS[order])
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_who_reads_what_begins_beside_waits_for_it_and_nobody_else(order):
-    queues, given, made, other = Queues(), *(torch.zeros(4) for _ in range(3))
-    branches = SecondStream([], queues.beside, queues.mark, queues.wait)
-
-    def launched(action):
-        queues.launched[queues.current].append(action)
-
-    def step(source, target):
-        registers = [source, target]
-        action = partial(launched, lambda: target.copy_(source))
-        branches.launch(0, SimpleNamespace(reads=(0,), writes=(1,)), lambda _registers: action(), registers)
-
-    branches.fork()
-    branches.begin([given], lambda: launched(lambda: given.fill_(3)))
-    step(torch.ones(4), other)
-    assert len(queues.launched[0]) == 1
-    step(given, made)
-    branches.join()
-    queues.run(ORDERS[order])
-    assert made.tolist() == [3] * 4 and other.tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("size", [2, 5, 48, 200])

@@ -21,7 +21,7 @@ from tvm_ffi import structural_hash
 from bridge import add_tvm_dispatch, explain, stats
 from bridge.base.session import SESSION
 from bridge.compile import backend_for, compile_function, host_backend
-from bridge.compile.cpu.build import CpuLibraries, attainable_rate
+from bridge.compile.cpu.build import CpuLibraries
 from bridge.compile.cpu.gemm import gemm_function
 from bridge.compile.cpu.gemm_tile import NARROW, WIDE, register_tile
 from bridge.compile.cpu.products import CpuProducts, ProductTrial, library_ways, measured, shape_class
@@ -327,7 +327,6 @@ def test_measuring_sees_no_mode_and_leaves_no_trace(mode):
 
 def test_real_measuring_chooses_one_of_the_ways():
     assert products(really).choose(LINEAR) in WAYS
-    assert 1e8 < attainable_rate(host_backend().target) < 1e13
 
 
 def test_generated_loops_are_compiled_in_less_time_than_at_llvms_default_level():
