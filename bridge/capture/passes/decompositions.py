@@ -74,7 +74,7 @@ WHOLE = (
     # linear algebra with a unique result, hence no factors that are free up to signs (eigenvectors, QR, SVD)
     *(aten._cdist_forward.default, aten._linalg_det.default, aten._linalg_slogdet.default),
     *(aten._linalg_solve_ex.default, aten.cholesky.default, aten.cholesky_inverse.default),
-    *(aten.cholesky_solve.default, aten.inverse.default, aten.linalg_cholesky.default),
+    *(aten.cholesky_solve.default, aten.inverse.default, aten.linalg_cholesky.default, aten.linalg_ldl_factor.default),
     *(aten.linalg_cholesky_ex.default, aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.linalg_lu.default),
     *(aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default, aten.linalg_lu_solve.default),
     *(aten.linalg_matrix_exp.default, aten.linalg_pinv.atol_rtol_tensor, aten.linalg_solve.default),

@@ -203,6 +203,14 @@ def test_products_of_groups(dtype, width, caplog):
     assert stats(function).hits == 2
 
 
+def test_an_operator_without_a_derivative_is_for_inference():
+    function = Function(lambda x: torch.linalg.ldl_factor(gram(x))[0])
+    x = square().detach()
+    expected = function(x)
+    torch.testing.assert_close(add_tvm_dispatch(function, x)(x), expected, rtol=0, atol=0)
+    assert stats(function).hits == 1
+
+
 def test_a_size_that_varies():
     function = Function(torch.linalg.svdvals)
     add_tvm_dispatch(function, square(5, 3, 4), dynamic_shapes={"args": ({0: torch.export.Dim.DYNAMIC},)})
