@@ -26,7 +26,7 @@ from autodiff.ir import Expr
 from bridge.aten.complex_value import Complex, joined_form
 from bridge.aten.registry import UnsupportedUse, converts, lies_elsewhere
 from bridge.base.errors import swallowed
-from bridge.base.torch_internals import OpOverload, aten, implements_composite, pytree, schema, storage_id
+from bridge.base.torch_internals import OpOverload, aten, pytree, schema, storage_id
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture import SHAPES, WHOLE, TensorMetadata
 
@@ -152,9 +152,11 @@ def _refuse_without_gradient(node: fx.Node) -> None:
 
 
 def _saved_results(node: fx.Node) -> list[int]:
-    """Indices of the results that autograd saves, by a run on meta tensors. If that run fails: none of a composite
-    operator, whose results may be views of what it saves; else all float results."""
-    if node.target in SHAPES:  # torch would log the failure
+    """Indices of the results that autograd saves, by a run on meta tensors; all float results if that run fails.
+
+    None of a composite operator with a formula for its shape: a result may be a view of what is saved.
+    """
+    if node.target in SHAPES:
         return []
     made = node.meta["val"]
     results = list(made) if isinstance(made, tuple | list) else [made]
@@ -173,7 +175,7 @@ def _saved_results(node: fx.Node) -> list[int]:
             made = node.target(*fx.map_arg(node.args, plain), **fx.map_arg(node.kwargs, plain))
     except Exception as error:  # noqa: BLE001 - any error that torch raises for meta tensors
         swallowed(error)
-        return [] if implements_composite(node.target) else places
+        return places
     made = made if isinstance(made, tuple | list) else [made]
     return [place for place, each in enumerate(made) if storage_id(each) in seen and not each.is_complex()]
 

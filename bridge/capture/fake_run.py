@@ -91,24 +91,18 @@ def _faking(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
     return fake
 
 
-def fake_run_of(
-    real: RealRun,
-    args: tuple,
-    kwargs: dict[str, Any],
-    change: Callable[[nn.Module], Any] = lambda twin: None,
-    dims: Sequence[DynamicDim] = (),
-) -> FakeRecord:
+def fake_run_of(real: RealRun, change: Callable[[nn.Module], Any] = lambda twin: None) -> FakeRecord:
     """Runs the twin of a real run once more, on fake tensors, in the state that the real run left.
 
     Args:
         change: called with this run's own twin before it runs.
-        dims: dimensions of the arguments that have symbols for sizes.
     """
+    call, dims = real.given.call, real.given.call.dims
     mode, symbols = _fake_mode(real, dims)
     fake = _faking(mode)
     try:
         owned = [fake(each) for each in real.given.inputs[: len(real.given.real_tensors)]]
-        own_args, own_kwargs = own_leaves(args, kwargs, real.given.real_tensors)
+        own_args, own_kwargs = own_leaves(call.args, call.kwargs, real.given.real_tensors)
         given, spec = pytree.tree_flatten((own_args, own_kwargs))
         given = [
             with_attributes(symbolic_leaf(mode, each, index, dims), each) if isinstance(each, torch.Tensor) else each

@@ -45,7 +45,7 @@ from bridge.capture.rows import Record, ValueRef, values_in
 from bridge.capture.thread_isolation import as_loud_as_eager
 from bridge.capture.values import Values
 from bridge.guards import ADDRESSES, Place, Reads, recorded_reads, told_otherwise
-from bridge.state import ModuleTensor, hooks_of, module_tensors
+from bridge.state import ModuleTensor, SampleCall, hooks_of, module_tensors
 
 __all__ = ["Given", "RealRun", "real_run_of", "saved_here"]
 
@@ -57,6 +57,7 @@ class Given:
         tensors, real_tensors: the module's parameters and buffers. :meth:`ordered` appends to ``tensors`` the plain
             attributes and free tensors that the run reads.
         buffers: pairs of the run's copy of a buffer and the module's own.
+        call: the caller's call, or that of a twin.
         computed: id of a leaf -> the tensor with an autograd graph that it stands for.
         callers: the caller's argument tensors.
         args, kwargs: the run's own arguments; ``leaves``, ``in_spec``, ``arguments``: the same flat, and its tensors.
@@ -65,14 +66,15 @@ class Given:
         inputs: owned, arguments and attributes, in this order.
     """
 
-    def __init__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        self.tensors, self.real_tensors = module_tensors(module)
+    def __init__(self, call: SampleCall):
+        self.call = call
+        self.tensors, self.real_tensors = module_tensors(call.module)
         copied, pairs = copier(), zip(self.tensors, self.real_tensors, strict=True)
         self.buffers = [(copied(each), each) for spec, each in pairs if spec.kind == "buffer"]
         self._copies = {id(each): made for made, each in self.buffers}
         self.computed: dict[int, torch.Tensor] = {}
-        self.callers = tensor_leaves((args, kwargs))
-        self.args, self.kwargs = own_leaves(args, kwargs, self.real_tensors)
+        self.callers = tensor_leaves((call.args, call.kwargs))
+        self.args, self.kwargs = own_leaves(call.args, call.kwargs, self.real_tensors)
         self.leaves, self.in_spec = pytree.tree_flatten((self.args, self.kwargs))
         self.arguments = tensor_leaves(self.leaves)
 
@@ -209,16 +211,14 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def real_run_of(
-    module: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
+    call: SampleCall,
     *,
     saves: bool = False,
     kept: KeptState | None = None,
     origin: Mapping[int, Any] = MappingProxyType({}),
     writing: Mapping[type, Any] = MappingProxyType({}),
 ) -> RealRun:
-    """Runs ``module(*args, **kwargs)`` on real numbers; neither its tensors nor the generators change.
+    """Runs a call on real numbers; neither the module's tensors nor the generators change.
 
     Args:
         saves: whether autograd saves tensors, as a backward inside forward needs. Without them the run takes no more
@@ -230,14 +230,14 @@ def real_run_of(
     Raises:
         SavedTensorsNeededError: autograd needed saved tensors, and ``saves`` is false.
     """
-    given = Given(module, args, kwargs)
-    prepared = PreparedTwin(module, lambda each: each if is_distributed(each) else given.own(each), watched=True)
+    given = Given(call)
+    prepared = PreparedTwin(call.module, lambda each: each if is_distributed(each) else given.own(each), watched=True)
     given.complete(prepared.module)
     watch, left = _Watch(given, prepared, saves, writing), None
     try:
-        result = watch.run(module, origin)
+        result = watch.run(call.module, origin)
     except Exception as error:
-        watch.explain(error, type(module).__name__)
+        watch.explain(error, call.name)
         raise
     if kept is not None:
         kept = kept.of(prepared.twin)
@@ -246,13 +246,13 @@ def real_run_of(
     watch.cached.check()
     if watch.asked:
         raise SavedTensorsNeededError
-    watch.judge(type(module).__name__)
+    watch.judge(call.name)
     recorder, integers = watch.recorder, [*watch.calls.integers.values()]
     run = RealRun(
         recorder.record, recorder.values, given, prepared, watch.observation, watch.functions, integers, kept, left
     )
     run.final = watch.finals(is_first=not origin)
-    watch.describe(run, result, type(module).__name__)
+    watch.describe(run, result, call.name)
     return run
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autodiff.lazy import cached_property
 from bridge.base.devices import HOST, current_device, working_for
@@ -44,7 +44,7 @@ from bridge.capture.real_run import RealRun
 from bridge.capture.refusals import check_call, device_of_call
 from bridge.capture.replaced_functions import functions_of_torch
 from bridge.capture.rows import Record, ValueRef, form_of, key_of
-from bridge.capture.sample import DynamicDim, refuse_numbers
+from bridge.capture.sample import refuse_numbers
 from bridge.capture.select_at import spell_selections
 from bridge.capture.steady_call import SteadyCall, steady_call
 from bridge.capture.symbolic_capture import recorded_with_extents
@@ -71,7 +71,7 @@ def record_call(call: SampleCall) -> RecordedCall:
     device = device_of_call(call)
     settle_attention_order(device)
     with working_for(device), recording():
-        return RecordedCall(call, steady_call(call.module, call.args, call.kwargs, call.dims))
+        return RecordedCall(call, steady_call(call))
 
 
 def capture(call: SampleCall, looped: LoopedCall | None = None) -> Captured:
@@ -79,10 +79,12 @@ def capture(call: SampleCall, looped: LoopedCall | None = None) -> Captured:
 
     ``looped``: an existing run of it, with loops of any length.
     """
-    if looped is not None:
-        with working_for(device_of_call(call)), recording():
-            return captured_of_any_length(call.module, call.args, call.kwargs, call.dims, looped)
-    return record_call(call).captured()
+    if looped is None:
+        return record_call(call).captured()
+    with working_for(device_of_call(call)), recording():
+        fake = run_of_any_length(looped, call)
+    captured = RecordedCall(call, SteadyCall(looped.real, fake, (), [])).captured()
+    return replace(captured, loop=CapturedLoop(True, looped.form, looped.any_length))
 
 
 @dataclass
@@ -138,9 +140,11 @@ class RecordedCall:
 
         ``problems`` lists inexact parts of the graph; the import refuses them, and operators without conversion.
         """
-        call = self.call
+        call, real, fake = self.call, self.steady.real, self.steady.fake
         with working_for(device_of_call(call)), recording():
-            captured = captured_of(call.module, call.args, call.kwargs, call.dims, self.steady)
+            captured = _captured(call, self.given, real, fake, self.steady.problems)
+            if call.dims:
+                captured = recorded_with_extents(captured, call, real, fake)
         return replace(captured, state=captured.state._replace(counters=self.steady.counters))
 
 
@@ -242,27 +246,11 @@ def _fixed(value: Any) -> Any:
 log = channel("dispatch")
 
 
-def captured_of(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], call: SteadyCall
+def _captured(
+    call: SampleCall, given: dict[str, Any], real: RealRun, fake: FakeRecord, problems: list[Unsupported]
 ) -> Captured:
-    """Captures a steady call from its runs; ``dims``: dimensions of arguments whose sizes become extents."""
-    captured = _captured(module, args, kwargs, call.real, call.fake, call.problems)
-    if dims:
-        captured = recorded_with_extents(captured, dims, call.real, call.fake, args, kwargs)
-    return captured
-
-
-def captured_of_any_length(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], call: LoopedCall
-) -> Captured:
-    """Captures a call whose loops have any length."""
-    fake = run_of_any_length(call, args, kwargs, dims)
-    captured = captured_of(module, args, kwargs, dims, SteadyCall(call.real, fake, (), []))
-    return replace(captured, loop=CapturedLoop(True, call.form, call.any_length))
-
-
-def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: list[Unsupported]) -> Captured:
-    name = type(module).__name__
+    """The captured call of two runs; ``given``: as :attr:`RecordedCall.given`."""
+    name = call.name
     observation, record = real.observation, real.record
     observation.unsupported += [*problems, *_free(real), *collective_problems(record)]
     if observation.unsupported:
@@ -270,7 +258,7 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     rolls = real.loops is not None and fake.symbols is None
     counts = None if fake.symbols is None else fake.symbols.counts
     counted = {} if counts is None else dict(enumerate(counts.fakes, len(record.forms)))
-    record, made = _traced(real, fake, rolls, counted, _input_names(module, args, kwargs, real))
+    record, made = _traced(real, fake, rolls, counted, _input_names(call, real))
     observation.unsupported += spell_selections(made.graph)
     observation.unsupported += _prepared(made.graph, record, real, made.placeholders)
     functional = _functional(made, name, observation)
@@ -296,26 +284,21 @@ def _captured(module, args, kwargs, real: RealRun, fake: FakeRecord, problems: l
     observation.unsupported += uncounted(read, readings, sizes, fake.symbols is not None and counts is None)
     present = {node.name for node in functional.graph.nodes}
     by_draws = tuple(place for place, node in enumerate(read) if varies(node, draw_of, made.literals))
+    arguments = given["given"]
     captured = Captured(
-        module_name=name,
+        **given
+        | {
+            "given": arguments._replace(tensors=(*arguments.tensors, *counted.values())),
+            "numbers": CapturedNumbers(readings, conditions, by_draws),
+            "loop": CapturedLoop(rolls, comparable(real) if rolls else None),
+        },
         graph=functional.graph,
         names=CapturedNames(bound, {node: draw for node, draw in draw_of.items() if node in present}, made.literals),
-        module_tensors=tuple(real.given.tensors),
-        given=CapturedArguments(
-            (*fake.arguments, *counted.values()),
-            tuple(real.given.constants),
-            tuple(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))),
-            real.given.in_spec,
-        ),
         results=tuple(functional.results[:count]),
         mutated=tuple(mutated),
-        observation=observation,
         state=CapturedState(kept=() if real.kept is None else tuple(real.kept.places)),
-        numbers=CapturedNumbers(readings, conditions, by_draws),
         read=read,
         sizes=CapturedSizes(counted=len(counted)),
-        loop=CapturedLoop(rolls, comparable(real) if rolls else None),
-        device=current_device(),
     )
     clear_fake_memo(fake.mode)
     return captured
@@ -400,11 +383,11 @@ def _free(real: RealRun) -> list[Unsupported]:
     return found
 
 
-def _input_names(module: nn.Module, args: tuple, kwargs: dict[str, Any], real: RealRun) -> list[str]:
+def _input_names(call: SampleCall, real: RealRun) -> list[str]:
     """A name for each input of the run: torch.export's name of its placeholder."""
     prefixes = {"parameter": "p_", "buffer": "b_"}
     found = [prefixes[each.kind] + _word(each.names[0]) for each in real.given.tensors[: len(real.given.real_tensors)]]
-    signature = inspect.signature(module.forward)
+    signature = inspect.signature(call.module.forward)
     spec = real.given.in_spec
     positional, keywords = spec.children()
     given = list(signature.parameters.values())
@@ -417,7 +400,7 @@ def _input_names(module: nn.Module, args: tuple, kwargs: dict[str, Any], real: R
         words += [_word(root + rest) for rest in _paths(positional.children()[index])]
     for key, child in zip(keywords.context, keywords.children(), strict=True):
         words += [_word(str(key) + rest) for rest in _paths(child)]
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
     found += [word for word, leaf in zip(words, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
     return found + ["c_" + _word(path) for path in real.given.attributes]
 

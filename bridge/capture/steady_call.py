@@ -20,7 +20,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,8 @@ from bridge.capture.packed import PackedUseError
 from bridge.capture.real_run import RealRun, real_run_of
 from bridge.capture.refusals import explain_error
 from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
-from bridge.capture.sample import DynamicDim
 from bridge.guards import Undo, contents_of, needs_first_call, put_back, undo
+from bridge.state import SampleCall
 
 __all__ = ["MOST_OPERATORS", "SteadyCall", "loops_found", "loops_tell", "steady_call", "unrolled_rows"]
 
@@ -74,8 +74,8 @@ class SteadyCall:
     problems: list[Unsupported]
 
 
-def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> SteadyCall:
-    """Runs ``module(*args, **kwargs)`` on real numbers, and again on fake tensors, with symbols for ``dims``.
+def steady_call(call: SampleCall) -> SteadyCall:
+    """Runs a call on real numbers, and again on fake tensors, with symbols for its dynamic dimensions.
 
     Sets the attributes on the module that forward sets once; :class:`bridge.guards.Undo` can restore them.
 
@@ -85,42 +85,40 @@ def steady_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Se
     """
     with undo() as before:
         try:
-            return _steady(before, module, args, kwargs, dims)
+            return _steady(before, call)
         except BaseException:
             before.restore()
             raise
 
 
-def _steady(
-    before: Undo, module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]
-) -> SteadyCall:
-    real = first = _in_eager(module, args, kwargs)
+def _steady(before: Undo, call: SampleCall) -> SteadyCall:
+    real = first = _in_eager(call)
     changed = real.changed()
-    _find_loops(real, dims)
+    _find_loops(real)
     if not changed:
-        return _compared(_started(real, args, kwargs, dims), args, kwargs, dims)
-    if _integers(real, changed) == changed and (found := _counted(real, args, kwargs, changed, dims)) is not None:
+        return _compared(_started(real))
+    if _integers(real, changed) == changed and (found := _counted(real, changed)) is not None:
         before.restore()
         return found
     real.reset()
-    real = _in_eager(real.twin, args, kwargs, origin=real.observation.reads.originals)
-    _find_loops(real, dims)
+    real = _again(real)
+    _find_loops(real)
     again = real.changed()
     counts = _integers(real, again)
     if len(counts) < len(again):
-        if (kept := _keeping(first, real, args, kwargs, counts)) is None:
+        if (kept := _keeping(real, counts)) is None:
             raise _changing(first, again)
         real = kept
-        _find_loops(real, dims)
-    found = _counted(real, args, kwargs, counts, dims) if counts else _compared(real, args, kwargs, dims)
+        _find_loops(real)
+    found = _counted(real, counts) if counts else _compared(real)
     if real.kept is not None:
         real.kept.put_back(first.observation.reads)
     if found is None:
         raise _changing(first, again)
-    begun = _begun(module, real, changed, counts)
+    begun = _begun(call.module, real, changed, counts)
     if begun or any(_place(each)[1] in _REGISTRIES for each in changed) or not _same_function(first, real):
         needs_first_call()
-    _settle(module, first, [each for each in changed if each not in again or each in begun])
+    _settle(call.module, first, [each for each in changed if each not in again or each in begun])
     return found
 
 
@@ -141,23 +139,28 @@ def _may_begin(value: Any, later: Any) -> bool:
     return before == after and value.requires_grad <= later.requires_grad  # else its gradient would be lost
 
 
-def _in_eager(module: nn.Module, args: tuple, kwargs: dict[str, Any], **how: Any) -> RealRun:
+def _in_eager(call: SampleCall, **how: Any) -> RealRun:
     try:
-        return real_run_of(module, args, kwargs, **how)
+        return real_run_of(call, **how)
     except UnsupportedModule as error:
-        raise _named(error, module) from error.cause
+        raise _named(error, call.name) from error.cause
     except PackedUseError as error:
-        raise UnsupportedModule(type(module).__name__, [explain_error(error)], cause=error) from None
+        raise UnsupportedModule(call.name, [explain_error(error)], cause=error) from None
     except WritesArgumentsError as error:
-        return _in_eager(module, args, kwargs, **{**how, "writing": {**how.get("writing", {}), **error.written}})
+        return _in_eager(call, **{**how, "writing": {**how.get("writing", {}), **error.written}})
     except Exception as error:  # noqa: BLE001 - the user's code may raise any error
         swallowed(error)
         if "saves" not in how:  # the run may have failed because autograd saved no tensors
-            return _in_eager(module, args, kwargs, **how, saves=True)
+            return _in_eager(call, **how, saves=True)
         raise refused_by_eager(from_user_code(error)) from error.__cause__
 
 
-def _started(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> RealRun:
+def _again(real: RealRun, **how: Any) -> RealRun:
+    """The call once more, from the state that a run has left."""
+    return _in_eager(replace(real.given.call, module=real.twin), origin=real.observation.reads.originals, **how)
+
+
+def _started(real: RealRun) -> RealRun:
     """The run; or, if it changes a buffer that decides a number that Python reads (a flag), the run after it."""
     asked = {number for each in real.record.reads for number in values_in(each.numbers)}
     for row in reversed(real.record.rows):
@@ -166,29 +169,29 @@ def _started(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[
     flags = {id(real.given.inputs[number]) for number in asked if number < len(real.given.real_tensors)}
     if all(id(made) not in flags or torch.equal(made, before) for made, before in real.given.buffers):
         return real
-    later = _in_eager(real.twin, args, kwargs, origin=real.observation.reads.originals)
+    later = _again(real)
     for each in (real, later):
         each.reset()
     first, after = ([each.reading for each in run.record.reads] for run in (real, later))
     if later.changed() or first == after:
         return real
     needs_first_call()
-    _find_loops(later, dims)
+    _find_loops(later)
     return later
 
 
-def _named(error: UnsupportedModule, module: nn.Module) -> UnsupportedModule:
+def _named(error: UnsupportedModule, module_name: str) -> UnsupportedModule:
     """The refusal, with this module's name if it has none."""
-    return error if error.module_name else UnsupportedModule(type(module).__name__, error.ops, error.cause)
+    return error if error.module_name else UnsupportedModule(module_name, error.ops, error.cause)
 
 
-def _find_loops(real: RealRun, dims: Sequence[DynamicDim]) -> None:
+def _find_loops(real: RealRun) -> None:
     """Notes the loops of a run, or refuses long unrolled ones; drops refusals of writes that a step returns instead."""
-    if not (real.functions.uses or dims):
+    if not (real.functions.uses or real.given.call.dims):
         real.loops = rolled_up(real.record, real.made, real.observation.draws)
     if real.loops is None:
         parameters = [each for each in real.given.tensors if each.kind == "parameter"]
-        problems = unrolled_rows(real.record, len(parameters), f"{type(real.twin).__name__}.forward")
+        problems = unrolled_rows(real.record, len(parameters), f"{real.given.call.name}.forward")
         real.observation.unsupported.extend(problems)
     else:
         loops_found()
@@ -198,33 +201,33 @@ def _find_loops(real: RealRun, dims: Sequence[DynamicDim]) -> None:
             problems[:] = [each for each in problems if each.reason != OTHER_NAME]
 
 
-def _compared(real: RealRun, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> SteadyCall:
+def _compared(real: RealRun) -> SteadyCall:
+    name = real.given.call.name
     if problems := real.observation.unsupported:
-        raise UnsupportedModule(type(real.twin).__name__, problems)
+        raise UnsupportedModule(name, problems)
     try:
-        fake = _on_fakes(real, args, kwargs, dims=dims)
+        fake = _on_fakes(real)
     except UnsupportedModule as error:
-        raise _named(error, real.twin) from error.cause
+        raise _named(error, name) from error.cause
     except Exception as error:
         swallowed(error)
-        name = type(real.twin).__name__
         log.debug("%s cannot be run on fake tensors", name, exc_info=error)
         raise UnsupportedModule(name, [explain_error(error)], cause=error) from None
     return SteadyCall(real, fake, (), list(differences(real, fake)))
 
 
-def _on_fakes(real: RealRun, *given: Any, **named: Any) -> FakeRecord:
+def _on_fakes(real: RealRun, *change: Callable[[nn.Module], Any]) -> FakeRecord:
     """The fake run, after which the state outside of the call is as the real run left it."""
     with real.observation.reads.unchanged() as changed:  # no fake tensor stays in a cache, nor a symbol
-        fake = fake_run_of(real, *given, **named)
+        fake = fake_run_of(real, *change)
     if changed and fake.symbols is not None:
         problems = [Unsupported(each, "forward", _BY_SIZES, _KEEP) for each in changed]
-        raise UnsupportedModule(type(real.twin).__name__, problems)
+        raise UnsupportedModule(real.given.call.name, problems)
     return fake
 
 
 def _changing(real: RealRun, changed: Sequence[str]) -> UnsupportedModule:
-    name, known, places = type(real.twin).__name__, real.observation.unsupported, real.observation.reads.items.values()
+    name, known, places = real.given.call.name, real.observation.unsupported, real.observation.reads.items.values()
     draws = {each.place.changed for each in places if isinstance(getattr(each, "value", None), _generators())}
     if any(each.reason == FOREIGN_DRAW[0] for each in known):  # by name, with the line
         changed = [each for each in changed if each not in draws]
@@ -236,31 +239,29 @@ def _generators() -> tuple[type, ...]:
     return random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator
 
 
-def _keeping(
-    first: RealRun, second: RealRun, args: tuple, kwargs: dict[str, Any], counts: Sequence[str]
-) -> RealRun | None:
+def _keeping(second: RealRun, counts: Sequence[str]) -> RealRun | None:
     """Another run of the call, whose results include the values of the places that it sets; ``None`` if the call
     changes other state, or depends on the values of the last call."""
     kept = kept_state(second.twin, second.prepared.before, second.observation.reads, counts)
-    if kept is None or (found := _with_places(second, kept, args, kwargs)) is not None:
+    if kept is None or (found := _with_places(second, kept)) is not None:
         return None if kept is None else found
-    found = _with_places(second, kept.reading_tensors(second.prepared.before), args, kwargs)
+    found = _with_places(second, kept.reading_tensors(second.prepared.before))
     if found is None:
         return None
     read = kept.reading_tensors(
         second.prepared.before, [each.name for each in found.given.tensors if each.kind == "attribute"]
     )
-    return _with_places(second, read, args, kwargs) or found
+    return _with_places(second, read) or found
 
 
-def _with_places(second: RealRun, kept: KeptState, args: tuple, kwargs: dict[str, Any]) -> RealRun | None:
+def _with_places(second: RealRun, kept: KeptState) -> RealRun | None:
     second.reset()
     constants = kept.constants(kept.last())
     try:
         with kept.absent():
-            found = _in_eager(second.twin, args, kwargs, kept=kept, origin=second.observation.reads.originals)
+            found = _again(second, kept=kept)
     except Exception as error:  # the user's code may raise any error for the absent values
-        log.debug("%s reads what it sets", type(second.twin).__name__, exc_info=error)
+        log.debug("%s reads what it sets", second.given.call.name, exc_info=error)
         return None
     return found if found.left == constants and _same_function(second, found) else None
 
@@ -365,9 +366,7 @@ def _integers(real: RealRun, changed: Sequence[str]) -> list[str]:
     return found
 
 
-def _counted(
-    real: RealRun, args: tuple, kwargs: dict[str, Any], changed: Sequence[str], dims: Sequence[DynamicDim]
-) -> SteadyCall | None:
+def _counted(real: RealRun, changed: Sequence[str]) -> SteadyCall | None:
     """The call with counters, or ``None`` if one of the attributes is no counter.
 
     In the fake run, a stand-in that supports only addition takes the place of each: any other use of it raises.
@@ -383,7 +382,7 @@ def _counted(
             twin.get_submodule(path).__dict__[name] = Counted(0, index)
 
     try:
-        fake = _on_fakes(real, args, kwargs, change, dims)
+        fake = _on_fakes(real, change)
     except Exception as error:
         swallowed(error)
         log.debug("%s is no counter", changed, exc_info=error)

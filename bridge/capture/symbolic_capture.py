@@ -20,12 +20,13 @@ from bridge.capture.captured import Captured
 from bridge.capture.counted_dims import sized
 from bridge.capture.observation import Draw, Observation, Output, Parameter
 from bridge.capture.passes.stop_gradient import where_is
-from bridge.capture.sample import ALL_COUNTS, DynamicDim
+from bridge.capture.sample import ALL_COUNTS
 from bridge.capture.symbolic_sizes import NotTranslatedError, SymbolicSizes, at_sample
 
 if TYPE_CHECKING:
     from bridge.capture.fake_run import FakeRecord
 from bridge.capture.real_run import RealRun
+from bridge.state import SampleCall
 
 __all__ = ["recorded_with_extents"]
 
@@ -33,15 +34,13 @@ _NO_FORM = "a size that is no expression of the arguments' sizes"
 _FIXED = "forward is for the sample's numbers alone"
 
 
-def recorded_with_extents(
-    captured: Captured, dims: Sequence[DynamicDim], real: RealRun, fake: FakeRecord, args: tuple, kwargs: dict[str, Any]
-) -> Captured:
+def recorded_with_extents(captured: Captured, call: SampleCall, real: RealRun, fake: FakeRecord) -> Captured:
     """The captured call of two runs with extents for all sizes; its graph is changed in place.
 
     ``captured.observation`` is that of ``real``.
     """
     eager, counted, counts = captured.observation, (), fake.symbols.counts
-    dims = [each for each in dims if each is not ALL_COUNTS]
+    dims = [each for each in call.dims if each is not ALL_COUNTS]
     if counts is not None:
         dims += counts.dims(len(fake.leaves))
         counted = tuple(counts.fakes)
@@ -53,7 +52,7 @@ def recorded_with_extents(
     )
     captured = replace(captured, observation=symbolic)
     sizes = SymbolicSizes(dims, [*fake.leaves, *counted])
-    captured = with_extents(captured, sizes, args, kwargs, fake.symbols.lines)
+    captured = with_extents(captured, sizes, call, fake.symbols.lines)
     if captured.problems:
         return captured
     observation, problems = strides_of_eager(captured.observation, eager)
@@ -76,8 +75,7 @@ def _of_run(output: Output, fake: FakeRecord, place: int) -> Output:
 def with_extents(
     captured: Captured,
     sizes: SymbolicSizes,
-    args: tuple,
-    kwargs: dict[str, Any],
+    call: SampleCall,
     asked: Mapping[int, str] = MappingProxyType({}),
 ) -> Captured:
     """The captured call with extents for all sizes; its graph is changed in place.
@@ -101,10 +99,10 @@ def with_extents(
         observation = sizes.observation(observation)
     except NotTranslatedError as error:
         observation.unsupported.append(Unsupported("a result or a draw", forward, f"{_NO_FORM}: {error}"))
-    values = {**dict(enumerate(pytree.tree_leaves((args, kwargs)))), **sizes.arguments}
+    values = {**dict(enumerate(pytree.tree_leaves((call.args, call.kwargs)))), **sizes.arguments}
     forms = [sizes.form(value) for value in values.values() if isinstance(value, torch.Tensor)]
     counted = captured.given.tensors[len(captured.given.tensors) - captured.sizes.counted :]
-    tensors = _arguments_of_sample(args, kwargs, counted)
+    tensors = _arguments_of_sample(call, counted)
     captured = replace(captured, observation=observation, given=captured.given._replace(tensors=tensors))
     if not sizes.scope.samples:  # forward has fixed them all
         if captured.sizes.counted:
@@ -115,12 +113,10 @@ def with_extents(
     return replace(captured, sizes=found)
 
 
-def _arguments_of_sample(
-    args: tuple, kwargs: dict[str, Any], counted: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+def _arguments_of_sample(call: SampleCall, counted: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Fake tensors with the sample's sizes: of the argument tensors, then of the counted ones."""
     mode = fake_mode(allow_non_fake_inputs=True)
-    tensors = tensor_leaves((args, kwargs))
+    tensors = tensor_leaves((call.args, call.kwargs))
     tensors += [sized(hint(each.shape[0])) for each in counted]
     made = tuple(mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in tensors)
     clear_fake_memo(mode)

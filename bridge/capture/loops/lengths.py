@@ -7,7 +7,7 @@ that forward: rolled up, it equals the form at its size, so it makes the same ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,6 @@ from bridge.capture.observation import Observation, Output
 from bridge.capture.prepared_twin import own_leaves
 from bridge.capture.real_run import real_run_of
 from bridge.capture.rows import Record, ValueRef, mapped, values_in
-from bridge.capture.sample import DynamicDim
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.thread_isolation import recording
 from bridge.guards import undo
@@ -248,7 +247,7 @@ def looped_run(call: SampleCall) -> LoopedCall | None:
     """One real run of a call with loops; ``None`` if it has none, has refusals, or sets Python state."""
     with recording(), undo() as before:
         try:
-            real = real_run_of(call.module, call.args, call.kwargs)
+            real = real_run_of(replace(call, dims=()))
         except Exception as error:  # noqa: BLE001 - forward may raise any error, and raises it again when captured
             swallowed(error)
             log.debug("%s is not recorded for its length: %s", call.name, error)
@@ -261,15 +260,15 @@ def looped_run(call: SampleCall) -> LoopedCall | None:
     return None if real.loops is None else LoopedCall(real)
 
 
-def run_of_any_length(call: LoopedCall, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> FakeRecord:
+def run_of_any_length(call: LoopedCall, sample: SampleCall) -> FakeRecord:
     """A fake run of a call of any length, made from its form: one step of each loop, the length as a symbol."""
     real, length = call.real, call.any_length
     with fake_results_not_kept():
         mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True, shape_env=size_environment())
     try:
-        own_args, own_kwargs = own_leaves(args, kwargs, real.given.real_tensors)
+        own_args, own_kwargs = own_leaves(sample.args, sample.kwargs, real.given.real_tensors)
         given = [
-            symbolic_leaf(mode, each, index, dims) if isinstance(each, torch.Tensor) else each
+            symbolic_leaf(mode, each, index, sample.dims) if isinstance(each, torch.Tensor) else each
             for index, each in enumerate(pytree.tree_leaves((own_args, own_kwargs)))
         ]
         arguments = [each for each in given if isinstance(each, torch.Tensor)]
