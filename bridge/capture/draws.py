@@ -27,6 +27,7 @@ from bridge.base.torch_internals import (
     OpOverload,
     aten,
     current_graph_task_id,
+    has_storage,
     overload_packet,
     pytree,
     schema,
@@ -38,7 +39,7 @@ from bridge.capture.autograd_uses import DRAWS_ANEW, draws_anew
 from bridge.capture.observation import Draw, DropoutOperand, Parameter
 from bridge.capture.passes.alias_analysis import ROW
 from bridge.capture.passes.decompositions import COMPUTED_DRAWS, CUDA_ATTENTION, SLOPE_DRAWS
-from bridge.capture.rows import Row, form_of
+from bridge.capture.rows import Row, form_of, written_operands
 from bridge.guards import in_its_place
 
 __all__ = ["TORCHS", "UNTOLD", "DrawRecorder", "IsolatedRNG", "attends_by_products", "attention_advance"]
@@ -54,6 +55,7 @@ class IsolatedRNG(DispatchMode):
 
     Args:
         isolates: whether draws are isolated; operators on fake tensors draw nothing.
+        restores: whether memory that operators write is restored at the end.
 
     An operator that takes no generator (``native_dropout``, which is a GPU's dropout) moves the default one, whose
     state is restored. At the end, the state of a generator that the code itself passes to an operator is restored.
@@ -65,9 +67,10 @@ class IsolatedRNG(DispatchMode):
 
     advance: int | None = None
 
-    def __init__(self, isolates: bool = True) -> None:
+    def __init__(self, isolates: bool = True, *, restores: bool = False) -> None:
         super().__init__()
-        self._isolates = isolates
+        self._isolates, self._restores = isolates, restores
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         # the current states, so that a branch on a draw goes as in eager's next call
         devices = {HOST, generator_device(current_device())} if isolates else ()
         self._generators = {device: _twin(device) for device in devices}
@@ -76,6 +79,10 @@ class IsolatedRNG(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         call = func
+        for tensor in written_operands(func, args, kwargs) if self._restores else ():
+            if isinstance(tensor, torch.Tensor) and has_storage(tensor) and storage_id(tensor) not in self._before:
+                storage = tensor.untyped_storage()
+                self._before[storage_id(tensor)] = storage, storage.clone()
         if self._isolates and (draws(func) or func.namespace not in TORCHS):
             call = partial(self._drawn if draws(func) else self._on_side, func)
         return self.called(call, func, args, kwargs)
@@ -116,6 +123,8 @@ class IsolatedRNG(DispatchMode):
         super().__exit__(*raised)
         for generator, state in reversed(self.passed):
             generator.set_state(state)
+        for storage, numbers in self._before.values():
+            storage.copy_(numbers)
 
 
 def _twin(device: torch.device) -> torch.Generator:

@@ -37,7 +37,7 @@ from bridge.capture.draws import match_draws
 from bridge.capture.fake_run import FakeRecord
 from bridge.capture.functional import FunctionalGraph, NotFunctional, drop_unused, functional_graph
 from bridge.capture.loops.lengths import LoopedCall, comparable, run_of_any_length
-from bridge.capture.observation import Draw, Observation, Output
+from bridge.capture.observation import Observation, Output
 from bridge.capture.passes.stop_gradient import link_functions, mark_overwritten, prepare
 from bridge.capture.precall_guards import recomputed, too_many, uncounted, varies
 from bridge.capture.real_run import RealRun
@@ -102,18 +102,12 @@ class RecordedCall:
         With dynamic sizes, equal keys hold for all sizes that satisfy the conditions. Call it before :meth:`captured`.
         """
         real, fake = self.steady.real, self.steady.fake
-        if (
-            self.steady.counters
-            or self.steady.problems
-            or real.kept
-            or len(real.given.tensors) > len(real.given.real_tensors)
-        ):
+        if self.steady.counters or self.steady.problems or real.kept:
             return None
-        reads = tuple(each.reading.key for each in real.record.reads)
-        key = observed_key(real.record, real.results, real.final, real.observation, reads)
+        key = None if len(real.given.tensors) > len(real.given.real_tensors) else _observed_key(real)
         if key is None or fake.symbols is None:
             return key
-        sizes = key_of_sizes(fake.record, fake.results, fake.out_spec, fake.symbols.draws, fake.mode.shape_env)
+        sizes = _key_of_sizes(fake)
         return None if sizes is None else (*key, sizes)
 
     @property
@@ -154,29 +148,23 @@ class RecordedCall:
 # draws and numbers written in the code. It leaves out lines and module paths: equal layers have equal keys.
 
 
-def observed_key(
-    record: Record, results: Any, final: dict[int, ValueRef], observation: Observation, reads: tuple
-) -> tuple | None:
-    """The key of a call's record and result; ``None`` if it cannot be compared with another call's.
-
-    Args:
-        results: the leaves of its result, values for tensors.
-        final: input that is a buffer which forward sets to another tensor → the value of that tensor.
-        reads: keys of the scalar guards.
-    """
+def _observed_key(real: RealRun) -> tuple | None:
+    """The key of a call's record and result; ``None`` if it cannot be compared with another call's."""
+    observation = real.observation
     if observation.unsupported or observation.objects:
         return None
     outputs = tuple(map(_output_key, observation.outputs))
-    digest = record_key(record, (*results, *sorted(final.items())))
+    digest = _record_key(real.record, (*real.results, *sorted(real.final.items())))
     if digest is None or None in outputs:
         return None
+    reads = tuple(each.reading.key for each in real.record.reads), observation.reads_validation
     drawn = hashlib.sha256(repr(observation.draws).encode()).hexdigest()  # rows do not name the kernels that drew
     # only a capture refuses inputs that the backward reads again: equal keys must agree on them
     again = tuple(sorted(observation.checkpointed)), tuple(sorted(observation.overwritten))
-    return digest, outputs, observation.out_spec, (reads, observation.reads_validation), again, drawn
+    return digest, outputs, observation.out_spec, reads, again, drawn
 
 
-def record_key(record: Record, results: Any) -> str | None:
+def _record_key(record: Record, results: Any) -> str | None:
     """The digest of a record; ``None`` if an operand is no plain constant."""
     made = hashlib.sha256()
     try:
@@ -193,27 +181,24 @@ def record_key(record: Record, results: Any) -> str | None:
     return None if record.free else made.hexdigest()
 
 
-def key_of_sizes(record: Record, results: Any, out_spec: Any, draws: list[Draw], env: Any) -> str | None:
+def _key_of_sizes(fake: FakeRecord) -> str | None:
     """The digest of a run on symbolic sizes: its rows, layouts, results and draws with expressions, and its conditions.
 
     Symbols are named by the arguments' positions, so equal calls have equal expressions. Two calls with one digest run
     the same operators for all sizes that satisfy the conditions, and both have the conditions as guards. Call it before
     other queries add conditions to the environment. ``None`` if an operand is no plain constant.
-
-    Args:
-        results: the leaves of its result, values for tensors.
-        env: torch's environment of the sizes.
     """
-    told: list[Any] = [repr(each_mapped(each, fixed)) for each in draws]  # all fields, also those never compared
+    record = fake.record
+    told: list[Any] = [repr(each_mapped(each, fixed)) for each in fake.symbols.draws]  # with all fields
     try:
         told += [(str(row.op), _plain((row.args, row.kwargs, row.results))) for row in record.rows]
-        told += [_plain(results), str(out_spec), sorted(record.same.items())]
+        told += [_plain(fake.results), str(fake.out_spec), sorted(record.same.items())]
     except TypeError:
         return None
-    for number, fake in sorted(record.fakes.items()):
-        layout = (*fake.shape, *fake.stride(), fake.storage_offset()) if fake.layout is torch.strided else fake.shape
-        told.append((number, fake.dim(), [str(fixed(each)) for each in layout]))
-    told += [str(condition) for condition, _ in conclusions(env)]
+    for number, each in sorted(record.fakes.items()):
+        layout = (*each.shape, *each.stride(), each.storage_offset()) if each.layout is torch.strided else each.shape
+        told.append((number, each.dim(), [str(fixed(size)) for size in layout]))
+    told += [str(condition) for condition, _ in conclusions(fake.mode.shape_env)]
     return hashlib.sha256(repr(told).encode()).hexdigest()
 
 

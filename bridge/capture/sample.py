@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,9 @@ from torch.export import AdditionalInputs, Dim, ShapesCollection
 
 from bridge.base.errors import Unsupported, UnsupportedModule, swallowed
 from bridge.base.pytrees import packed_arguments, unpacked
-from bridge.base.torch_internals import COMPILED_CALL, has_storage, pytree, pytree_node_type, storage_id
+from bridge.base.torch_internals import COMPILED_CALL, pytree, pytree_node_type
 from bridge.capture.draws import IsolatedRNG
 from bridge.capture.refusals import check_call
-from bridge.capture.rows import written_operands
 from bridge.guards import Reads, recorded_reads, undo
 from bridge.state import SampleCall, generators_put_back
 
@@ -366,7 +365,7 @@ def after_pre_hooks(call: SampleCall) -> Iterator[SampleCall]:
     with undo(module) as before:
         reads = recorded_reads(Reads({}, module.named_modules()))
         try:
-            with _Aside(), generators_put_back(), reads.recorded():
+            with IsolatedRNG(restores=True), generators_put_back(), reads.recorded():
                 for key, hook in hooks.items():
                     args, kwargs = _hooked(module, key in module._forward_pre_hooks_with_kwargs, hook, args, kwargs)
         except BaseException:
@@ -401,7 +400,7 @@ def _as_called(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[
 
     own[COMPILED_CALL] = given
     try:
-        with _Aside(), generators_put_back():
+        with IsolatedRNG(restores=True), generators_put_back():
             module(*args, **kwargs)
     except _Given as found:
         return found.args
@@ -421,23 +420,3 @@ def _hooked(module: nn.Module, keywords: bool, hook: Any, args: tuple, kwargs: d
     if keywords:
         return result
     return (result if isinstance(result, tuple) else (result,)), kwargs
-
-
-class _Aside(IsolatedRNG):
-    """While active, draws come from private generators; at the end, written memory is restored."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        for tensor in written_operands(func, args, kwargs):
-            if isinstance(tensor, torch.Tensor) and has_storage(tensor) and storage_id(tensor) not in self._before:
-                storage = tensor.untyped_storage()
-                self._before[storage_id(tensor)] = storage, storage.clone()
-        return call(*args, **kwargs)
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        for storage, numbers in self._before.values():
-            storage.copy_(numbers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,15 +43,14 @@ def recorded_with_extents(captured: Captured, call: SampleCall, real: RealRun, f
     if counts is not None:
         dims += counts.dims(len(fake.leaves))
         counted = tuple(counts.fakes)
-    symbolic = replace(
+    observation = replace(
         eager,
         draws=fake.symbols.draws,
         outputs=[_of_run(each, fake, place) for place, each in enumerate(eager.outputs)],
         out_spec=fake.out_spec,
     )
-    captured = replace(captured, observation=symbolic)
     sizes = SymbolicSizes(dims, [*fake.leaves, *counted])
-    captured = with_extents(captured, sizes, call, fake.symbols.lines)
+    captured = _with_extents(replace(captured, observation=observation), sizes, call, fake.symbols.lines)
     if captured.problems:
         return captured
     observation, problems = strides_of_eager(captured.observation, eager)
@@ -72,12 +70,7 @@ def _of_run(output: Output, fake: FakeRecord, place: int) -> Output:
     return replace(output, shape=tuple(leaf.shape), stride=leaf.stride(), offset=offset_in(leaf, base))
 
 
-def with_extents(
-    captured: Captured,
-    sizes: SymbolicSizes,
-    call: SampleCall,
-    asked: Mapping[int, str] = MappingProxyType({}),
-) -> Captured:
+def _with_extents(captured: Captured, sizes: SymbolicSizes, call: SampleCall, asked: Mapping[int, str]) -> Captured:
     """The captured call with extents for all sizes; its graph is changed in place.
 
     Called when nothing evaluates torch's symbolic sizes any more. A size that extents cannot express is added to the

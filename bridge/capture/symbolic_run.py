@@ -24,7 +24,7 @@ from bridge.capture.counted_dims import CountedDims
 from bridge.capture.draws import DrawRecorder
 from bridge.capture.observation import Draw
 from bridge.capture.opened import LAYERED
-from bridge.capture.passes.decompositions import UPSAMPLES
+from bridge.capture.passes.decompositions import UPSAMPLES, diagonal_filled
 from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, mapped, renamed
 from bridge.capture.sample import DynamicDim
 from bridge.capture.whole_functions import SHAPES
@@ -208,12 +208,6 @@ def _upsampled(packet: Any, x: torch.Tensor, size: Any, *rest: Any) -> torch.Ten
     return packet.default(x, shape, *options, *(factors or [None] * len(shape)))
 
 
-def _diagonal_filled(forms: Sequence[Form], x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
-    """``fill_diagonal_`` as a write without effect: torch's kernel would fix the sizes, and fakes hold no numbers."""
-    nothing = torch.zeros((), dtype=torch.bool, device=x.device)
-    return x.masked_fill_(nothing, value) if has_symbols(x) else NotImplemented
-
-
 def _placed(forms: Sequence[Form], x: torch.Tensor, size: Any, stride: Any, offset: Any = None) -> torch.Tensor:
     check_places(x, size, stride, offset)
     return NotImplemented
@@ -239,7 +233,7 @@ FORMULAS: dict[Any, Callable[..., Any]] = {
     **{op: partial(lambda pooled, forms, *args: pooled(*args), pooled) for op, pooled in POOLINGS.items()},
     **dict.fromkeys(LAYERED, _layers),
     **{op: partial(_whole, like) for op, like in SHAPES.items()},
-    aten.fill_diagonal_.default: _diagonal_filled,
+    aten.fill_diagonal_.default: lambda forms, *args: diagonal_filled(*args),
     **dict.fromkeys((aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default), _placed),
     aten.as_strided_scatter.default: lambda forms, x, written, *places: _placed(forms, x, *places),
     **({aten.scaled_dot_product_attention.default: _attention} if applies(until="2.13") else {}),

@@ -29,8 +29,16 @@ from bridge.capture.passes.alias_analysis import told
 from bridge.capture.whole_functions import SHAPES
 
 __all__ = ["CELLS", "COMPUTED_DRAWS", "CUDA_ATTENTION", "PRESERVED", "RECURRENT_LAYERS", "UPSAMPLES", "WHOLE"]
-__all__ += ["composite_formulas", "formulas", "instance_norm", "keep_layers_whole", "may_raise", "tables"]
-__all__ += ["whole_operators"]
+__all__ += [
+    "composite_formulas",
+    "diagonal_filled",
+    "formulas",
+    "instance_norm",
+    "keep_layers_whole",
+    "may_raise",
+    "tables",
+]
+__all__ += ["tables", "whole_operators"]
 
 #: Operators computed by torch's kernel, with torch's derivative (:mod:`bridge.aten.any_operator`). They are
 #: deterministic and functional (no views, no writes), their shapes do not depend on numbers, and another formula would
@@ -238,7 +246,7 @@ def tables() -> tuple[Table, Table]:
     others[aten.take.default] = _taken
     composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
     composite.update({op: _plain_cell(op, formula) for op, formula in CELLS.items()})
-    composite[aten.fill_diagonal_.default] = _diagonal_filled
+    composite[aten.fill_diagonal_.default] = diagonal_filled
     composite[_INSTANCE_NORM] = functools.partial(_instance_norm, decomposition_of(_INSTANCE_NORM))
     whole = {*PRESERVED_ATEN_CIA_OPS, *PRESERVED} - composite.keys()
     composite.update((op, preserve_composite) for op in whole if is_preservable(op))
@@ -311,7 +319,7 @@ def _unless_symbolic(formula: Callable) -> Callable:
     return decomposed
 
 
-def _diagonal_filled(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
+def diagonal_filled(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
     """``fill_diagonal_`` by views, because torch's kernel strides through memory, which needs static sizes."""
     if wrap and x.dim() == 2:
         return NotImplemented
