@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.base.session import SESSION
-from bridge.capture import RecordedCall, recorded
+from bridge.capture import RecordedCall
 from bridge.state.values import constant_key
 from tests.bridge.compare import as_call, assert_same, run
 
@@ -246,8 +246,9 @@ class Configures(nn.Module):
 
 def test_a_first_call_that_sets_attributes_is_not_decomposed(monkeypatch):
     """The first call's functional graph would be of no use."""
-    made, functional = [], recorded.functional_graph
-    monkeypatch.setattr(recorded, "functional_graph", lambda *args: made.append(1) or functional(*args))
+    recording = sys.modules["bridge.capture.record_call"]
+    made, functional = [], recording.functional_graph
+    monkeypatch.setattr(recording, "functional_graph", lambda *args: made.append(1) or functional(*args))
     module = add_tvm_dispatch(Configures(), sample())
     check_parity(module, sample())
     assert len(made) == 1 and module.config.kind == "wide"
