@@ -190,7 +190,7 @@ def _cast_at_readers(
 
 def recompute_row_values(graph: Graph, rules: Rules) -> Graph:
     """Recomputes small values from values in memory in each kernel that reads them, if these differ in size."""
-    if not rules.limits.recompute.row_values:
+    if not rules.limits.concats.section_elements:
         return graph
     copies = _Copies(graph, rules)
     for node in graph.nodes:

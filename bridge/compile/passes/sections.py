@@ -2,6 +2,7 @@
 
 Sections: operands of a concatenation made by cheap arithmetic → the arithmetic inside their section. Each gate of an
 LSTM's gradient, or half of a rotary embedding, is computed where the concatenation puts it, and never stored by itself.
+A small concatenation, whose launch takes longer than its arithmetic, recomputes all point-wise producers.
 
 Slices: a slice of the result of cheap arithmetic → the arithmetic on slices of its operands. Example: ``exp(y[:, :4])``
 and ``z + y[:, 4:]`` read ``y = x * s``: two products of halves, and ``y`` is dead. If only slices of a value are read,
@@ -47,8 +48,13 @@ def recompute_sections(graph: Graph, rules: Rules) -> Graph:
     producers, nodes = Producers(rules.limits), []
     for node in graph.nodes:
         if isinstance(node, Concat):
-            sections, depth = _Sections(node, producers), rules.limits.concats.section_operators
-            computed = tuple(sections.computed(operand, depth) for operand in node.operands)
+            sections = _Small(node, producers)
+            is_small = sample_of(node.out.numel) <= rules.limits.concats.section_elements
+            computed = sections.all_computed(rules.limits.kernel.nodes // 2) if is_small else None
+            if computed is None:
+                sections = _Sections(node, producers)
+                depth = rules.limits.concats.section_operators
+                computed = tuple(sections.computed(operand, depth) for operand in node.operands)
             nodes += sections.nodes
             node = replace(node, operands=computed)
         nodes.append(node)
@@ -94,6 +100,39 @@ class _Sections:
         strides = read.view.strides
         strides = (*strides[: self._axis], 0, *strides[self._axis :])
         return Operand(read.value, View(self._spread, strides, read.view.offset))
+
+
+class _Small(_Sections):
+    """Recomputes all operands of a concatenation from arithmetic alone, each value once."""
+
+    def __init__(self, concat: Concat, producers: Producers) -> None:
+        super().__init__(concat, producers)
+        self._operands = concat.operands
+        self._known: dict[Operand, Operand] = {}
+        self._reads_kernels = False
+
+    def all_computed(self, most: int) -> tuple[Operand | Scalar, ...] | None:
+        """The operands in at most ``most`` operators; ``None`` if more are needed, or a kernel's results are read."""
+        computed = tuple(self.computed(operand, most) for operand in self._operands)
+        return None if self._reads_kernels or not 0 < len(self.nodes) <= most else computed
+
+    def computed(self, operand: Operand | Scalar, depth: int) -> Operand | Scalar:
+        if isinstance(operand, Scalar) or self._reads_kernels:
+            return operand
+        if operand not in self._known:
+            producer = self._producers.arithmetic(operand.value)
+            reads = None if producer is None else box_of_arithmetic(producer, self._one(operand))
+            self._reads_kernels |= len(self.nodes) > depth or (
+                reads is None and self._producers.is_of_a_kernel(operand.value)
+            )
+            self._known[operand] = operand if reads is None else self._made(producer, operand, reads, depth)
+        return self._known[operand]
+
+    def _made(self, producer: Pointwise, operand: Operand, reads: list[Operand | Scalar], depth: int) -> Operand:
+        placed = tuple(self.computed(self._in_all(read), depth) for read in reads)
+        out = Value(self._name, self._spread, operand.dtype)
+        self.nodes.append(Pointwise(producer.op, placed, out))
+        return whole(out)
 
 
 def recompute_slices(graph: Graph, rules: Rules) -> Graph:

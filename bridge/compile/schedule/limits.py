@@ -94,7 +94,6 @@ class RecomputeLimits:
         cheap_in_known_rows: the same for rows of static length.
         cheap_shared: the same, if it is more, for values made only of tensors that all rows share.
         free_reads: operands smaller than the result by this factor are free to read again.
-        row_values: whether kernels of several row lengths each recompute a small value that they read: 1 or 0.
         small_casts: consumers larger than a tensor by this factor cast it, or count a range, themselves; 0: none.
         read_again: maximum cheap operators of a large value that consuming kernels recompute, unstored; 0: none.
     """
@@ -103,7 +102,6 @@ class RecomputeLimits:
     cheap_in_known_rows: int
     cheap_shared: int
     free_reads: int
-    row_values: int
     small_casts: int
     read_again: int
 
@@ -116,12 +114,14 @@ class ConcatLimits:
         joined_sections: maximum of a concatenation in generated code; the library computes larger ones.
         joined_rows: minimum of a concatenation in generated code: the library copies fewer rows by columns.
         section_operators: depth of an operand's arithmetic that is recomputed inside its section.
+        section_elements: maximum of a concatenation whose point-wise producers are all recomputed.
         parts_apart: maximum number of concatenations that a loop reads as separate parts; 0: none.
     """
 
     joined_sections: int
     joined_rows: int
     section_operators: int
+    section_elements: int
     parts_apart: int
 
 
