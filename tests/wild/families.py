@@ -129,6 +129,9 @@ def _mlp(inputs: int, outputs: int) -> nn.Module:
 _SIZES = (
     (r"^type_vocab|^num_channels$|^num_labels|max_.*position|^num_buckets", None),
     (r"vocab_size", 64),
+    (r"experts_per_tok|top_?k$|n_group$|topk_group|num_selected_experts", 1),
+    (r"num_(local_|routed_)?experts$|n_routed_experts", 4),
+    (r"lora_rank|qk_nope_head_dim|qk_rope_head_dim|v_head_dim|state_size|d_state|headdim", 8),
     (r"heads?$", 2),
     (r"layers$|n_layer$|depth$|blocks$", 2),
     (r"head_dim|d_kv|kv_channels|rotary_dim", 8),
@@ -140,8 +143,9 @@ _SIZES = (
 
 
 def _small(fields: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's sizes, cut down according to their names; lists keep their lengths."""
+    """A configuration's sizes, cut down by their names; lists keep their lengths, but for one layer of each kind."""
     found = {}
+    kinds = list(dict.fromkeys(fields.get("layer_types") or ()))[:4]
     for name, value in fields.items():
         size = next((size for pattern, size in _SIZES if re.search(pattern, name)), None)
         if name.endswith("token_id"):
@@ -152,6 +156,10 @@ def _small(fields: dict[str, Any]) -> dict[str, Any]:
             found[name] = [min(each, 16) for each in value]
         elif name == "depths":
             found[name] = [1] * len(value)
+        elif name.endswith("_config") and isinstance(value, dict):
+            found[name] = value | _small(value)
+    if kinds:
+        found |= {"layer_types": (kinds * 2)[: max(2, len(kinds))], "num_hidden_layers": max(2, len(kinds))}
     return found
 
 
@@ -168,11 +176,13 @@ def _transformer(cls: type, **more: Any) -> tuple[nn.Module, Callable[[], Call]]
             "pixel_values": {"pixel_values": torch.randn(2, 3, 32, 32)},
             "input_values": {"input_values": torch.randn(2, 1600)},
             "input_features": {"input_features": torch.randn(2, 16, 40)},
+            "pixel_values_videos": {"pixel_values_videos": torch.randn(2, 4, 3, 32, 32)},
+            "past_values": {"past_values": torch.randn(2, getattr(module.config, "context_length", 12), 1)},
         }[main].copy()
         if "attention_mask" in takes and main == "input_ids":
             given["attention_mask"] = torch.ones_like(ids)
         if "labels" in takes:
-            token = re.search("LM|ConditionalGeneration|CTC", cls.__name__)
+            token = re.search("LM|ConditionalGeneration|CTC|Token|ImageModeling|Protein", cls.__name__)
             given["labels"] = ids if token else torch.tensor([0, 1])
         elif "decoder_input_ids" in takes:
             given["decoder_input_ids"] = ids
