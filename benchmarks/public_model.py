@@ -85,10 +85,10 @@ class Parent:
 class Memory:
     """Bytes that each peer holds between steps and at its peak; on a GPU by torch's allocator, which all peers share.
 
-    Garbage is collected before each count: what one peer leaves would be freed in another's step.
+    Garbage is collected before each count: one peer's garbage would be freed in another's step.
 
     Attributes:
-        excess: the most bytes that a step takes beyond those before it.
+        excess: the most bytes that a step takes beyond the bytes before it.
         peak: the excess, and the bytes that are free when the peer has gone: parameters, gradients, moments, recorded
             graphs' memory.
     """
@@ -109,7 +109,7 @@ class Memory:
         self.excess[name] = max(self.excess[name], torch.cuda.max_memory_allocated() - before)
 
     def free(self, peers: dict[str, Peer], name: str) -> None:
-        """Frees a peer; on a GPU, counts what it held."""
+        """Frees a peer; on a GPU, counts its memory."""
         if self.device.type != "cuda":
             del peers[name]
             return

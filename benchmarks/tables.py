@@ -91,8 +91,6 @@ FORMS: dict[str, tuple[Column, ...]] = {
         ratio("ours / torch.compile", "ours_ms", "torch_compile_ms"),
         number("torch's products ms", "products_ms"),
         ratio("ours / products", "ours_ms", "products_ms", bold=False),
-        number("ours, first step s", "ours_first_s", ".1f"),
-        number("torch.compile, first step s", "torch_compile_first_s", ".1f"),
     ),
     "compile": (
         _MODULE,

@@ -139,7 +139,7 @@ def test_the_judge_names_a_gradient_that_is_further():
 
 
 def test_memory_is_counted_by_peer(monkeypatch):
-    """Garbage that a peer leaves goes before the next count, and counts for nobody."""
+    """Garbage that a peer leaves goes before the next count, and counts for no peer."""
     allocated, most = iter([160, 190, 190, 100, 100, 75]), iter([290, 200])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(most))

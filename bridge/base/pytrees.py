@@ -10,7 +10,7 @@ and its attributes, in their order; no ``__init__`` runs. It equals eager's resu
 attributes hold only tensors, plain values and objects like it; any other object is left as it is, and refused as a
 result. Two runs tell whether the call made it: then they return different objects. An argument's plain attributes are
 leaves, as plain arguments are: an entry compares them one by one. A returned tensor on which forward has set plain
-attributes is such an object, too.
+attributes is an object of that kind as well.
 
 Python functions among the arguments (the ``mask_mod`` of a ``BlockMask``) → a :class:`FunctionKind` of their code, and
 their closures' contents, defaults and attributes, as an object's attributes are. An object that occurs twice is rebuilt

@@ -60,7 +60,7 @@ _MOVES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
     "scatter": scattered,
     "slice": own_part,
 }
-"""What a collective does with a local tensor, by its name."""
+"""Collectives by name: the operation on a local tensor."""
 
 
 def exchange(x: torch.Tensor, does: str, undoes: str, axis: int, group: str, *before: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 A replacement usually calls the function that it replaces. With a mode of torch functions, that function announces
 itself by its public name, which is the replacement by then; called for it, the replacement would be applied twice.
-torch's decompositions call functions by name, too, where eager runs an operator in C that calls none.
+torch's decompositions also call functions by name where eager runs an operator in C that calls none.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def read_later() -> Iterator[None]:
 
 
 def reads_later() -> bool:
-    """Whether eager's backward reads what is read now: it runs now, or a checkpoint that it will run again."""
+    """Whether reads now are also reads of eager's backward: it runs, or a checkpoint that it will run again."""
     return getattr(_thread, "later", False) or checkpoint_frame() is not None
 
 

@@ -348,7 +348,7 @@ SCENARIOS: dict[str, Callable[[], Report]] = {
 def start(folder: pathlib.Path, size: int, work: Callable[[], Any]) -> list[int]:
     """Forks the ranks of a group, each of which runs ``work`` → their process numbers.
 
-    There is one thread meanwhile: the ranks share what the process has imported and compiled.
+    There is one thread meanwhile: the ranks share the imports and compiled code of the process.
     """
     ranks: list[int] = []
     for rank in range(size):

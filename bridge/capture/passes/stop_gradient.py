@@ -194,7 +194,7 @@ def _stop_unread(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> N
         users = dict.fromkeys(user for member in members for user in member.users)
         if not users.keys() - set(members):
             for write in filter(written, users):
-                _detach_reads(graph, write, STOP_GRADIENT)  # a copy: what is read may be written, too
+                _detach_reads(graph, write, STOP_GRADIENT)  # a copy: the tensor read may be written as well
 
 
 def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:

@@ -21,7 +21,7 @@ TOLERANCE = 1e-10
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The results of all groups of processes; ranks find in the cache what another one has compiled."""
+    """The results of all groups of processes; ranks share a cache of compiled code."""
     folder = tmp_path_factory.mktemp("layers")
     command = [sys.executable, "-m", "tests.bridge.distributed_layers", str(folder)]
     environment = (

@@ -73,7 +73,7 @@ ADDRESSES = {
 
 @pytest.mark.parametrize("name", ADDRESSES)
 def test_addresses_are_conditions_where_forward_asks_for_them(name):
-    """PyTorch Geometric reads ``edge_index.storage`` where edges are a sparse tensor: of another class than these."""
+    """PyTorch Geometric reads ``edge_index.storage`` of sparse edges: of another class than the others."""
     expression, hits = ADDRESSES[name]
     space = {"torch": torch}
     exec(f"def forward(self, x):\n    y = self.layer(x)\n    return {expression}", space)

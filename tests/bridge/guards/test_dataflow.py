@@ -1,4 +1,4 @@
-"""Data flow of bytecode: the height of the stack is the interpreter's, and what is found in any way is watched."""
+"""Data flow of bytecode: the height of the stack is the interpreter's, and an object found in any way is watched."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def held(value):
 
 
 KEYS = "k = 'a'\nif self.flag: "
-# how forward finds what it reads, its result; both names in G are 2., then 7.
+# the way to the value that forward reads, its result; both names in G are 2., then 7.
 FOUND = {
     **{
         name: (f"{KEYS}{code}", "G[k]")

@@ -328,7 +328,7 @@ def test_what_a_backward_reads_is_asked_before_it_runs(change, monkeypatch):
 
 
 class Again(Net):
-    """A checkpoint that reads what ``act`` reads, and sets attributes."""
+    """A checkpoint with the reads of ``act``, which sets attributes."""
 
     def __init__(self, act):
         super().__init__({"k": 2.0}, act)
