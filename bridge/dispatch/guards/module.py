@@ -115,7 +115,6 @@ class ModuleGuard:
     Attributes:
         sets_attributes: whether a call updates counters or sets attributes.
         reads: the conditions on reads outside the tree.
-        types: the modules' classes.
         unwritten: write counts that make :meth:`look` unnecessary, or ``None``.
     """
 
@@ -155,7 +154,6 @@ class ModuleGuard:
         self._conditions = TreeConditions(
             tree, list(paths.values()), attributes, names, tensors, index, kinds, found.ties
         )
-        self.types = self._conditions.types.expected
         self._locals = LocalTensors(_names(tensors), [spec.sharding for spec in tensors])
         self._tensors = _tensor_guard(self._found(tree), tensors, saves)
         self.sets_attributes = bool(captured.state.counters or kept)
@@ -170,7 +168,7 @@ class ModuleGuard:
     @property
     def condition_names(self) -> tuple[str, ...]:
         """Names of the conditions, except conditions on single properties of tensors."""
-        return (*(condition.name for condition in self._conditions.in_order), "reads")
+        return (*(condition.name for condition in self._conditions.watched), "reads")
 
     def write(self, source: CheckSource, inference: str) -> None:
         """Writes the conditions; the generated code assigns the module's tensors to ``owned``.
@@ -213,14 +211,6 @@ class ModuleGuard:
             same = source.name(uncounted, "uncounted reads unchanged")
             source.add(f"elif not {same}():", "    return None")
 
-    def other_types(self, modules: Sequence[nn.Module]) -> GuardFailure | None:
-        """The failure of the first module of another class; ``None`` if only fully_shard replaced classes, which then
-        become the expected ones."""
-        failure = self._conditions.types.failure(self._read(modules, list(map(_DICT, modules))))
-        if failure is None:
-            self.types = list(map(type, modules))
-        return failure
-
     def look(self, module: nn.Module, thorough: bool) -> _Unwritten | None:
         """Checks modules, in the quick path also what forward read elsewhere → their write counts,
         for a quick test at later calls; ``None``: changed.
@@ -251,10 +241,8 @@ class ModuleGuard:
         return found
 
     def _look_at_tree(self, tree: Tree, thorough: bool) -> _Unwritten | None:
-        if thorough and (failure := self.other_types(tree.modules) or self._failure(tree)) is not None:
+        if thorough and (failure := self._failure(tree)) is not None:
             raise failure
-        if list(map(type, tree.modules)) != self.types:
-            return None
         registries = [*tree.parameters, *tree.buffers, *tree.children]
         written = list(filter(None, registries))
         counted = not thorough and all(isinstance(each, dict) for each in written)  # other mappings have no write count
@@ -293,8 +281,7 @@ class ModuleGuard:
         """The first condition that fails now, training flags aside."""
         tree = self._tree(root)
         try:
-            failure = self.other_types(tree.modules) or self._failure(tree, but=self._conditions.training)
-            return failure or self.reads.match()
+            return self._failure(tree, but=self._conditions.training) or self.reads.match()
         except GuardFailure as failure:
             return failure
 

@@ -101,9 +101,8 @@ class TreeConditions:
         ties: further places of tensors, with their names and readers.
 
     Attributes:
-        types: the condition on every module's class.
         before_tensors, after_tensors: conditions in order, around the conditions on single tensors.
-        watched: the conditions that can only fail after a write to a dictionary.
+        watched: all of them, in order; they can only fail after a write to a dictionary or a class.
         hooks: the condition on hooks of inner modules; ``training``: on training flags.
         attribute_places: position and name of the tensors that are plain attributes.
         references: functions that return the free tensors; their holders have conditions of their own.
@@ -128,10 +127,9 @@ class TreeConditions:
         self._ties += [(position, (_HELD, 0, reader), name) for position, name, reader in ties]
         self.attribute_places = [(owner, name) for registry, owner, name in self._places if not registry]
         self.references = [name for registry, _, name in self._places if registry is _HELD]
-        self.types = self._types(tree)
         self.hooks = self._hooks(tree)
         self.training = self._training(tree)
-        structure = [self._submodules(tree), self._order(tree), self.hooks, self.training]
+        structure = [self._types(tree), self._submodules(tree), self._order(tree), self.hooks, self.training]
         self._constants = [each for each in attributes if not isinstance(each[2], torch.Tensor)]
         self._constant = self._attributes(self._constants)
         held = [
@@ -142,11 +140,6 @@ class TreeConditions:
         self.before_tensors = [*structure, *held, self._absent(tree), self._nested(tensors)]
         self.after_tensors = [self._tied(tensors), *self._sizes(tree)]
         self.watched = [*self.before_tensors, *self.after_tensors]
-
-    @property
-    def in_order(self) -> list[Condition]:
-        """All conditions, in order."""
-        return [self.types, *self.watched]
 
     def find_tensors(self, tree: Tree) -> list[Any]:
         """The current values at the places of the compiled code's tensors."""
@@ -179,13 +172,14 @@ class TreeConditions:
 
     def _types(self, tree: Tree) -> Condition:
         """fully_shard gives a module a new class, which counts as the user's class."""
-        return Condition(
-            "types",
-            lambda tree: list(map(type, tree.modules)),
-            list(map(type, tree.modules)),
-            lambda i, then, now: differs(MODULE, f"type of {self._named(i)}", then.__name__, now.__name__),
-            same=lambda now, then: now is then or written_class(now) is then,
-        )
+
+        def same(now: type, then: type) -> bool:
+            return now is then or written_class(now) is then
+
+        def explain(i: int, then: type, now: type) -> GuardFailure:
+            return differs(MODULE, f"type of {self._named(i)}", then.__name__, now.__name__)
+
+        return Condition("types", lambda tree: map(type, tree.modules), [*map(type, tree.modules)], explain, same, same)
 
     def _submodules(self, tree: Tree) -> Condition:
         def explain(i: int, then: dict[str, Any], now: dict[str, Any]) -> GuardFailure:

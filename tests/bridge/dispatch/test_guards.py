@@ -250,7 +250,7 @@ def test_one_tensor_where_the_sample_had_two():
     assert_same(run(module, Call((x, x))), run(Product(), Call((x, x))), rtol=1e-5, atol=1e-5)
 
 
-def test_a_sharded_module_is_looked_at_closely_once(monkeypatch):
+def test_a_sharded_module_needs_no_closer_look(monkeypatch):
     """fully_shard gives a module a class of its own and notes beside its attributes, and swaps parameters."""
     module, x = MLP(), rows()
     add_tvm_dispatch(module, x)
@@ -264,7 +264,7 @@ def test_a_sharded_module_is_looked_at_closely_once(monkeypatch):
         linear._parameters["weight"] = None
         linear._parameters["weight"] = nn.Parameter(whole.detach().clone())
         module(x)
-    assert stats(module).hits == 4 and len(close) == 1
+    assert stats(module).hits == 4 and not close
     module.other = 3  # nothing that forward reads
     module(x)
     assert stats(module).hits == 5
