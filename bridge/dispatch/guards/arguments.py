@@ -92,8 +92,6 @@ class ArgumentGuard:
         kin: objects that must not be arguments (:class:`bridge.guards.Reads`).
     """
 
-    condition_names = ("keyword arguments", "structure", "constants", "tensor arguments")
-
     def __init__(
         self,
         captured: Captured,

@@ -22,9 +22,9 @@ from bridge.base.torch_internals import STORAGE_NUMBER, storage_id
 from bridge.capture import Captured, NumberPlace, number_tensor
 from bridge.dispatch.guards.arguments import ArgumentGuard
 from bridge.dispatch.guards.condition import Check, CheckSource
-from bridge.dispatch.guards.interpreter import INFERENCE, MODES, modes_as_now, settings_as_now
+from bridge.dispatch.guards.interpreter import INFERENCE, modes_as_now, settings_as_now
 from bridge.dispatch.guards.module import ModuleGuard
-from bridge.dispatch.guards.tensors import FrozenTensors, TensorGuard
+from bridge.dispatch.guards.tensors import FrozenTensors
 from bridge.guards import Reads, Settling, TensorReads
 from bridge.state import SampleCall
 
@@ -53,11 +53,6 @@ class InputGuard:
     ):
         self._names, self._written, self._asked, self.addresses = names, written, asked, addresses
         self.aligned: Mapping[int, int] = {}
-
-    @property
-    def condition_names(self) -> tuple[str, ...]:
-        """Names of the conditions, in order."""
-        return (*(("alignment",) if self.aligned else ()), "shared memory")
 
     def write(self, source: CheckSource) -> None:
         """Writes the conditions on ``inputs``."""
@@ -286,15 +281,6 @@ class EntryGuard:
     def _dynamic_scalars(self, module: nn.Module, leaves: Sequence[Any]) -> list[torch.Tensor]:
         given = (leaves[place.leaf] for place in self.numbers if place.leaf is not None)
         return [number_tensor(value, self._device) for value in (*self.tree.numbers(module), *given)]
-
-    @property
-    def condition_names(self) -> tuple[str, ...]:
-        """Names of all conditions, in order."""
-        modes, each = (mode.name for mode in MODES), TensorGuard.condition_names
-        arguments = (*self.arguments.condition_names, *(f"{name} of arguments" for name in each))
-        owned = (*self.tree.condition_names, *(f"{name} of module tensors" for name in each))
-        frozen = () if self.frozen is None else ("frozen tensors",)
-        return (*modes, *arguments, *owned, *frozen, *self.inputs.condition_names)
 
 
 def _refuse(source: CheckSource, asked: str, failure: Callable[[list[torch.Tensor]], GuardFailure | None]) -> None:

@@ -165,11 +165,6 @@ class ModuleGuard:
         """First path of each module → expected training flag."""
         return dict(zip(self._conditions.paths, self._conditions.training.expected, strict=True))
 
-    @property
-    def condition_names(self) -> tuple[str, ...]:
-        """Names of the conditions, except conditions on single properties of tensors."""
-        return (*(condition.name for condition in self._conditions.watched), "reads")
-
     def write(self, source: CheckSource, inference: str) -> None:
         """Writes the conditions; the generated code assigns the module's tensors to ``owned``.
 

@@ -49,8 +49,6 @@ class TensorGuard:
             (:func:`bridge.base.tensor_properties.is_nested`).
     """
 
-    condition_names = ("type", *(each.name for each in PROPERTIES), "inference tensor")
-
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],

@@ -382,9 +382,12 @@ def guarded(request) -> Iterator[tuple[nn.Module, EntryGuard]]:
 
 def test_every_condition_has_a_mutation(guarded):
     _, guard = guarded
-    names = [name for name in guard.condition_names if not name.startswith("CUDA")]  # of modules on CUDA
-    assert set(names) == set(MUTATIONS)
-    assert len(names) == len(MUTATIONS)
+    of_tensors = ["type", *(each.name for each in tensor_properties.PROPERTIES), "inference tensor"]
+    names = [mode.name for mode in MODES if not mode.name.startswith("CUDA")]  # of modules on CUDA
+    names += ["keyword arguments", "structure", "constants", "tensor arguments"]
+    names += [f"{name} of {whose}" for whose in ("arguments", "module tensors") for name in of_tensors]
+    names += [*(condition.name for condition in guard.tree._conditions.watched), "reads", "shared memory"]
+    assert sorted(names) == sorted(MUTATIONS)
 
 
 @pytest.mark.parametrize("name", list(MUTATIONS))
