@@ -114,6 +114,12 @@ class Changes:
         """The present values of all places."""
         return {key: self.items[key].read() for key in self.first}
 
+    def imported(self, state: dict[tuple, Any]) -> None:
+        """Takes over the changes since ``state`` of a first import: another call does not repeat it."""
+        for key, then in state.items():
+            if self.items[key].differs(then):
+                self.first[key] = self._read(self.items[key])
+
     @contextmanager
     def unchanged(self) -> Iterator[list[str]]:
         """While active, cached functions stay replaced; afterwards restores all places and lists the changed ones."""

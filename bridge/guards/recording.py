@@ -72,6 +72,7 @@ class Reads(CallAnalysis):
         self._suspended: dict[FrameType, Frame] = {}
         self._ours: set[FrameType] = set()
         self._importing: FrameType | None = None
+        self._before_import: dict[tuple, Any] = {}
         self._temporary: set[Any] = set()
         self.says: dict[str, None] = {}
         self.identical: dict[int, Any] = {}
@@ -150,9 +151,10 @@ class Reads(CallAnalysis):
         if self._importing is not None:  # a module's top-level code runs once in a process, not in a call
             if frame is self._importing and event == "return":
                 self._importing = None
+                self.imported(self._before_import)
             return
         if code is _IMPORTS and event == "call":
-            self._importing = frame
+            self._importing, self._before_import = frame, self.state()
             return
         try:
             flow = self.codes[code]

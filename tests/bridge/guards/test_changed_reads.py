@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from bridge import add_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
 
 HEAD = """
 import collections, contextlib, contextvars, copy, ctypes, dataclasses, decimal, enum, functools, gc, importlib, inspect
@@ -312,3 +312,39 @@ def test_what_did_not_change_hits(case, where, tmp_path, monkeypatch):
     exec(change, space)
     torch.testing.assert_close(module(x), module.forward(x))
     assert stats(module).hits == 2, dict(stats(module).misses)
+
+
+REGISTERED = """
+import importlib, torch
+from torch import nn
+KNOWN = {"none": None}
+class Late(nn.Module):
+    def __init__(self, refused):
+        super().__init__()
+        self.refused = refused
+    def forward(self, x):
+        if "factor" not in KNOWN:
+            importlib.import_module("late_registration")
+        y = x * KNOWN["factor"]
+        return torch.tensor(y.detach().numpy() * 2) if self.refused else y
+"""
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_what_an_import_in_forward_registers_stays(refused, tmp_path, monkeypatch):
+    """The module is imported once in a process: its entries must not be taken back with forward's own changes."""
+    (tmp_path / "registry_of_factors.py").write_text(REGISTERED)
+    (tmp_path / "late_registration.py").write_text(
+        "import registry_of_factors\nregistry_of_factors.KNOWN['factor'] = 3.0"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("registry_of_factors", "late_registration"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module, x = importlib.import_module("registry_of_factors").Late(refused), torch.randn(3)
+    if refused:
+        with pytest.raises(UnsupportedModule):
+            add_tvm_dispatch(module, x, whole=True)
+    else:
+        add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x), x * (6 if refused else 3))
+    assert refused or stats(module).hits == 1
