@@ -105,6 +105,9 @@ all other arguments are tensors. A gradient has the type of the tensor it belong
                                                  their number, ``reduce`` the sum, ``gather`` all parts along the axis,
                                                  ``scatter`` the own part of the sum, ``slice`` the own part; its
                                                  gradient ``undoes``
+``apply_opaque``                                 key:str, tensors.. -> tuple (results of a function of Python, arguments
+                                                 that it has changed, a tensor that stands for its saved state)
+``backward_opaque``                              key:str, that tensor, gradients of the results.. -> tuple of gradients
 ``given``                                        gradient, tangents.., gradients.. -> the gradient, with the tangents
                                                  replaced by the gradients; between two steps of ``differentiate``
 ``operator``                                     name:str, arguments:str, tensors.. -> the result (a tuple of them) of

@@ -14,7 +14,7 @@ from torch import nn
 from bridge.base.devices import default_device_of_forward
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.threads import interrupts_deferred
-from bridge.capture import after_pre_hooks, capture, dynamic_dims, normalize_sample
+from bridge.capture import after_pre_hooks, capture, dynamic_dims, in_attempts, normalize_sample
 from bridge.guards import undo
 from bridge.lowering import lower_captured
 from bridge.state import SampleCall
@@ -91,8 +91,10 @@ def examine(
     with after_pre_hooks(sample) as given, undo(module) as before:
         call, name = replace(given, dims=dynamic_dims(given, dynamic_shapes)), sample.name
         operations: Counter[str] = Counter()
-        try:
+
+        def lowered() -> None:
             captured = capture(call)
+            operations.clear()
             operations.update(
                 str(node.target)
                 for node in captured.graph.nodes
@@ -101,6 +103,9 @@ def examine(
             lower_captured(captured, grad=torch.is_grad_enabled())
             if captured.numbers.by_draws and not call.dims:
                 raise UnsupportedModule(name, captured.decisions)
+
+        try:
+            in_attempts(lowered)
         except UnsupportedModule as error:
             refused = error.ops
         else:

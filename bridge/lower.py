@@ -31,7 +31,7 @@ from bridge.base.devices import default_device_of_forward, working_for
 from bridge.base.log import Stopwatch
 from bridge.base.modes import ambient_autocast
 from bridge.base.threads import interrupts_deferred
-from bridge.capture import after_pre_hooks, capture, dynamic_dims, normalize_sample
+from bridge.capture import after_pre_hooks, capture, dynamic_dims, in_attempts, normalize_sample
 from bridge.guards import undo
 from bridge.lowering import DEFAULT_PARTITION, LoweredCall, Sample, lower_captured
 from bridge.state import SampleCall
@@ -93,10 +93,14 @@ def lower(
     with after_pre_hooks(sample) as given, undo(module) as before:
         watch = Stopwatch()
         try:
-            captured = capture(replace(given, dims=dynamic_dims(given, dynamic_shapes)))
-            seconds = watch.seconds
-            grad = torch.is_grad_enabled()
-            call = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
+            dims, grad = dynamic_dims(given, dynamic_shapes), torch.is_grad_enabled()
+
+            def lowered() -> LoweredCall:
+                captured = capture(replace(given, dims=dims))
+                return lower_captured(captured, grad=grad, partition=partition, capture_seconds=watch.seconds)
+
+            call = in_attempts(lowered)
+            captured = call.captured
             training = {path: child.training for path, child in module.named_modules()}
             with working_for(captured.device):
                 autocast = ambient_autocast()

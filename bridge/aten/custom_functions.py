@@ -16,7 +16,7 @@ from bridge.aten.activations import with_derivative
 from bridge.aten.complex_arithmetic import COMPLEX
 from bridge.aten.complex_value import Complex, separated
 from bridge.aten.registry import converts
-from bridge.capture import COLLECTIVE, CUSTOM_GRADIENT, OVERWRITTEN, TANGENT, WITH_GRADIENT
+from bridge.capture import APPLY, BACKWARD, COLLECTIVE, CUSTOM_GRADIENT, OVERWRITTEN, TANGENT, WITH_GRADIENT
 
 __all__: list[str] = []
 
@@ -39,6 +39,18 @@ def custom_gradient(importer, node, inputs, gradients, tangents):
 @converts(COLLECTIVE)
 def collective(importer, node, x, *options):
     return importer.library("collective", [x, *options], node.meta["val"])
+
+
+@converts(APPLY)
+def apply_opaque(importer, node, key, tensors):
+    made = importer.library("apply_opaque", [key, *tensors], node.meta["val"])
+    return tuple(importer.item(made, index) for index in range(len(node.meta["val"])))
+
+
+@converts(BACKWARD)
+def backward_opaque(importer, node, key, state, gradients):
+    made = importer.library("backward_opaque", [key, state, *gradients], node.meta["val"])
+    return tuple(importer.item(made, index) for index in range(len(node.meta["val"])))
 
 
 @converts(WITH_GRADIENT)

@@ -14,7 +14,7 @@ from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, fin
 
 __all__ = ["BelowFunctionalMode", "DispatchMode", "FunctionalTensorMode", "PreDispatchMode", "below_autograd"]
 __all__ += ["called_below", "composite_kernel", "functional_of", "has_casts", "has_wrapper", "in_functional"]
-__all__ += ["is_below_autocast", "is_only_mapped", "is_written", "no_python_kernels", "unrecorded"]
+__all__ += ["is_below_autocast", "is_only_mapped", "is_written", "no_python_kernels", "own_operator", "unrecorded"]
 
 _Proxy: type = find("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode")
 _PRE_DISPATCH = find("torch._C.DispatchKey.PreDispatch")
@@ -170,3 +170,15 @@ def called_below(op: Any, tensors: Sequence[Any], args: tuple, kwargs: dict[str,
             passes = key.name == "FuncTorchVmapMode" or key.name.startswith("Autocast")
         keys, left = keys.remove(key) if passes else keys, left.remove(key)
     return op.redispatch(keys, *args, **kwargs)
+
+
+_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
+
+
+def own_operator(schema: str, kernel: Callable[..., Any], meta: Callable[..., Any] | None = None) -> Any:
+    """Defines an operator of this package → its overload; ``meta`` makes meta tensors, by default ``kernel`` does."""
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    _library.impl(name, meta or kernel, "Meta")
+    return getattr(torch.ops.tvm_dispatch, name).default

@@ -1,5 +1,6 @@
 """Capture: a module's sample call → a functional ATen graph, from the record of an eager run (``docs/capture.md``)."""
 
+from bridge.capture.applications import apply_opaque, backward_opaque
 from bridge.capture.captured import Captured, CapturedArguments, CapturedNames
 from bridge.capture.counted_dims import sized
 from bridge.capture.custom_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
@@ -20,6 +21,7 @@ from bridge.capture.numbers import (
     with_dynamic_scalars,
 )
 from bridge.capture.observation import Draw, DropoutOperand, Observation, Output, Parameter, StepMasks
+from bridge.capture.opaque_functions import APPLY, BACKWARD
 from bridge.capture.packed import PACKED_LAYERS, packed_layers
 from bridge.capture.passes.alias_analysis import OVERWRITTEN
 from bridge.capture.passes.decompositions import COMPUTED_DRAWS, RECURRENT_LAYERS, SLOPE_DRAWS, UPSAMPLES, WHOLE
@@ -30,7 +32,7 @@ from bridge.capture.record_call import RecordedCall, capture, record_call
 from bridge.capture.refusals import check_call, device_of_call, uninitialized
 from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim, after_pre_hooks, dynamic_dims, normalize_sample
 from bridge.capture.scalar_guards import ScalarGuard, same_numbers
-from bridge.capture.steady_call import loops_tell
+from bridge.capture.steady_call import in_attempts, loops_tell
 from bridge.capture.symbolic_sizes import TensorMetadata
 from bridge.capture.thread_isolation import CAPTURES, is_capturing, is_traced_here, one_capture_at_a_time
 from bridge.capture.twin import Twin
@@ -85,6 +87,6 @@ __all__ += [
     "is_number",
 ]
 __all__ += ["is_traced_here", "looped_run", "loops_tell", "normalize_sample", "number_tensor"]
-__all__ += ["exchange", "one_capture_at_a_time"]
+__all__ += ["APPLY", "BACKWARD", "apply_opaque", "backward_opaque", "exchange", "in_attempts", "one_capture_at_a_time"]
 __all__ += ["packed_layers", "record_call", "same_numbers", "share_elements", "shown"]
 __all__ += ["sized", "uninitialized", "where_is", "with_dynamic_scalars", "with_generator"]

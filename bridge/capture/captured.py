@@ -19,6 +19,7 @@ from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import AnyLength
 from bridge.capture.numbers import Counter
 from bridge.capture.observation import Draw, Observation, Output
+from bridge.capture.opaque_functions import APPLY
 from bridge.capture.precall_guards import PreCallExpression
 from bridge.capture.scalar_guards import ScalarGuard
 from bridge.state import ModuleTensor
@@ -162,6 +163,11 @@ class Captured:
     def group(self) -> str | None:
         """The process group with which a call exchanges tensors, if it does."""
         return next((node.args[-1] for node in self.graph.nodes if node.target is COLLECTIVE), None)
+
+    @property
+    def runs_python(self) -> bool:
+        """Whether a call runs the user's Python code: that of an autograd.Function that cannot be traced."""
+        return any(node.target is APPLY for node in self.graph.nodes)
 
     @property
     def draws(self) -> list[Draw]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from textwrap import shorten
 from types import MappingProxyType
@@ -32,16 +32,18 @@ from torch.autograd.function import once_differentiable
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
-from bridge.base.modes import replaced
-from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function, node_class
+from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function
 from bridge.base.torch_higher_order import INDEX
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
+from bridge.base.torch_recording import own_operator
 from bridge.capture.autograd_uses import SavedTensorsNeededError
+from bridge.capture.opaque_functions import NotedContext, NotTraceable, Opaque, is_opaque, opaque
 from bridge.capture.rows import values_in, written
 from bridge.guards import read_later
 
 __all__ = ["AGAIN", "CUSTOM_GRADIENT", "FUNCTION", "ONCE", "OWN", "TANGENT", "UNKNOWN", "WITH_GRADIENT", "Applied"]
 __all__ += [
+    "Chosen",
     "CustomFunctions",
     "Inside",
     "Overwritten",
@@ -52,29 +54,17 @@ __all__ += [
     "functions_of_torchs",
 ]
 
-_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
-_KINDS = ("CompositeExplicitAutograd", "Meta")
-
-
-def _define(schema: str, kernel: Callable[..., Any]) -> Any:
-    _library.define(schema)
-    name = schema.partition("(")[0]
-    for kind in _KINDS:
-        _library.impl(name, kernel, kind)
-    return getattr(torch.ops.tvm_dispatch, name).default
-
-
-FUNCTION = _define("function(int number) -> ()", lambda number: None)
+FUNCTION = own_operator("function(int number) -> ()", lambda number: None)
 """Marks the start of a Function's forward, during the trace."""
-TANGENT = _define(
+TANGENT = own_operator(
     "tangent(Tensor like, int number, int index) -> Tensor",
     lambda like, number, index: torch.zeros(like.shape, dtype=like.dtype, device=like.device),
 )
-CUSTOM_GRADIENT = _define(
+CUSTOM_GRADIENT = own_operator(
     "custom_gradient(Tensor[] inputs, Tensor[] gradients, Tensor[] tangents) -> Tensor[]",
     lambda inputs, gradients, tangents: [torch.zeros_like(each) for each in tangents],
 )
-WITH_GRADIENT = _define(
+WITH_GRADIENT = own_operator(
     "with_gradient(Tensor output, Tensor? gradient) -> Tensor",
     lambda output, gradient: output.clone(memory_format=torch.contiguous_format),
 )
@@ -120,10 +110,6 @@ class Applied:
     lines: dict[str, str] = field(default_factory=dict)
 
 
-class _Refused(Exception):
-    """A Function cannot be traced; the message is the reason."""
-
-
 class WritesArgumentsError(Exception):
     """A Function has written arguments that autograd tracks; ``written``: its class → (positions of the written
     arguments that it returns, positions of the others)."""
@@ -151,8 +137,10 @@ class CustomFunctions:
         module_name: the module's name for refusals.
         recorder: of the run, whose rows show the reads and writes of forward and backward.
         writing: classes of Functions that write their arguments, as in :class:`WritesArgumentsError`.
+        known: in a run on fake tensors, the keys of the opaque applications of the real run.
 
     Attributes:
+        opaque: the opaque Functions.
         uses: the applications, in order.
         problems: refusals found after an application.
     """
@@ -162,8 +150,10 @@ class CustomFunctions:
         module_name: str,
         recorder: Any,
         writing: Mapping[type, tuple[frozenset[int], frozenset[int]]] = MappingProxyType({}),
+        known: Sequence[str] | None = None,
     ) -> None:
         self._module_name, self.writing = module_name, writing
+        self.opaque = Opaque(recorder.draws, recorder.protect, known)
         self._record, self._values, self._distributed = recorder.record, recorder.values, recorder.values.distributed
         self.uses: list[Use] = []
         self.problems: list[Unsupported] = []
@@ -173,8 +163,9 @@ class CustomFunctions:
     @contextmanager
     def traced(self) -> Iterator[None]:
         """While active, this thread's Functions record the operators of their backward as well."""
-        with _handled_by(self._trace, self._distributed):
+        with _handled_by(self._trace, self._distributed), self.opaque.recorded():
             yield
+            self.problems += self.opaque.leaks(self._record.free.values())
             for name, where, memory, end in self._read:
                 if not memory.isdisjoint(self._written(end)):
                     reason = "its backward reads a tensor that forward changes in place afterwards"
@@ -196,18 +187,20 @@ class CustomFunctions:
 
     def _trace(self, kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         name, where = kind.__name__, user_line(traceback.extract_stack()) or "forward"
+        if (chosen := _chosen()) is not None and kind in chosen.kinds:
+            kind = opaque(kind)
         if name.startswith(_TORCHS_OWN):
             self.applied.lines[name] = where
             return apply_function(kind, args, kwargs)
         try:
             return self._traced_application(kind, args, kwargs, name, where)
-        except _Refused as refused:
+        except NotTraceable as refused:
             problem = Unsupported(f"autograd.Function {name}", where, str(refused))
             raise UnsupportedModule(self._module_name, [problem]) from None
 
     def _traced_application(self, kind: type, args: tuple, kwargs: dict[str, Any], name: str, where: str) -> Any:
         if kwargs:
-            raise _Refused("is applied to keyword arguments")
+            raise NotTraceable("is applied to keyword arguments")
         inside, ctx, shared = Inside(), NotedContext(kind), self.applied.shared
         tensors = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
         given, followed = [*tensors.values()], {place: arg for place, arg in tensors.items() if arg.requires_grad}
@@ -224,7 +217,7 @@ class CustomFunctions:
             memory = self._written(start)
             changed = {n for n, arg in followed.items() if not memory.isdisjoint(self._memory(self._numbers([arg])))}
             if any(n in copies or storage_id(followed[n]) in shared or followed[n].is_leaf for n in changed):
-                raise _Refused("changes its arguments in place")
+                raise NotTraceable("changes its arguments in place")
             if changed:
                 same = {place for place in changed if any(each is args[place] for each in tensors_in(made))}
                 raise WritesArgumentsError(kind, frozenset(same) | returned, frozenset(changed - same) | others)
@@ -238,6 +231,9 @@ class CustomFunctions:
             else:
                 (node,) = nodes
                 without = self._backward(node, made, args, (number, first), inside, ctx, name, where)
+                if is_opaque(kind):  # it may keep its arguments and results
+                    kept = self._numbers((*map(copies.get, tensors, tensors.values()), *outputs)) - {None}
+                    self._read.append((name, where, self._memory(kept), len(self._record.rows)))
         is_once = getattr(kind.backward, "__code__", None) is once_differentiable(lambda *_: None).__code__
         again = ONCE if is_once else UNKNOWN if inside.sets_modes else AGAIN
         self.uses.append(Use(name, without, again))
@@ -272,9 +268,9 @@ class CustomFunctions:
         results, partial = made if isinstance(made, tuple) else (made,), ctx.partial
         followed = [each for each in results if isinstance(each, torch.Tensor) and each.grad_fn is node]
         if len({id(each) for each in followed}) != len(followed):
-            raise _Refused("returns a tensor twice")
+            raise NotTraceable("returns a tensor twice")
         if partial and len(followed) > 1:
-            raise _Refused("has several outputs, and takes None for the gradients of those that are not used")
+            raise NotTraceable("has several outputs, and takes None for the gradients of those that are not used")
         needed = [index for index, needs in enumerate(node.needs_input_grad) if needs]
         with _off():
             tangents = {id(each): TANGENT(each, number, index) for index, each in enumerate(followed)}
@@ -291,12 +287,14 @@ class CustomFunctions:
             used = {number for number in used if number < first or number in record.free}
             found = [_fitting(each, args[i]) if i in needed else None for i, each in enumerate(found)]
             if inside.unheld is not None:
-                raise _Refused(f"its backward cannot be traced: it {inside.unheld}")
+                raise NotTraceable(f"its backward cannot be traced: it {inside.unheld}")
             known = self._numbers((*ctx.saved, *results)) | {*range(made_first, first)} - record.free.keys()
             if not used <= known:
-                raise _Refused("its backward reads a tensor that forward did not save, and that may change until then")
+                raise NotTraceable(
+                    "its backward reads a tensor that forward did not save, and that may change until then"
+                )
             if any(memory < first for memory in self._written(start)):
-                raise _Refused("its backward changes a tensor in place that was there before")
+                raise NotTraceable("its backward changes a tensor in place that was there before")
             with_one = [index for index in needed if found[index] is not None]
             fields = CUSTOM_GRADIENT([args[i] for i in with_one], [found[i] for i in with_one], list(tangents.values()))
             field = dict(zip(tangents, fields, strict=True))
@@ -316,10 +314,10 @@ def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], count: int) -
     except Exception as error:  # backward runs the user's code, which may raise any error on fake tensors
         swallowed(error)
         words = shorten(str(error), 200, placeholder=" …")
-        raise _Refused(f"its backward cannot be traced: {type(error).__name__}: {words}") from error
+        raise NotTraceable(f"its backward cannot be traced: {type(error).__name__}: {words}") from error
     found = list(found) if isinstance(found, tuple) else [found]
     if len(found) < count or any(each is not None for each in found[count:]):
-        raise _Refused(f"its backward returns {len(found)} gradients for {count} arguments")
+        raise NotTraceable(f"its backward returns {len(found)} gradients for {count} arguments")
     return found[:count]
 
 
@@ -328,15 +326,15 @@ def _fitting(gradient: Any, argument: torch.Tensor) -> torch.Tensor | None:
     if gradient is None:
         return None
     if not isinstance(gradient, torch.Tensor) or gradient.layout is not torch.strided:
-        raise _Refused("its backward returns something else than a dense tensor")
+        raise NotTraceable("its backward returns something else than a dense tensor")
     if gradient.shape != argument.shape:
         try:
             gradient = gradient.sum_to_size(argument.shape)
         except RuntimeError:
             shapes = f"{tuple(gradient.shape)} for an argument of shape {tuple(argument.shape)}"
-            raise _Refused(f"its backward returns a gradient of shape {shapes}") from None
+            raise NotTraceable(f"its backward returns a gradient of shape {shapes}") from None
     if gradient.is_complex() != argument.is_complex():
-        raise _Refused("its backward returns complex numbers for real ones, or the reverse")
+        raise NotTraceable("its backward returns complex numbers for real ones, or the reverse")
     return gradient.to(argument.dtype)
 
 
@@ -370,7 +368,11 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any], distribut
         if into is not None and (made := into.applied(kind, args)) is not NotImplemented:
             return made
         is_torchs = kind is INDEX or kind.__name__.startswith(GENERATED)
-        if current is None or not torch.is_grad_enabled() or is_torchs:
+        is_opaque = False
+        if (chosen := _chosen()) is not None and current is not None and not is_torchs:
+            chosen.applied.add(kind)
+            is_opaque = kind in chosen.kinds
+        if current is None or is_torchs or not (is_opaque or torch.is_grad_enabled()):
             return apply_function(kind, args, kwargs)
         with _passed_to(None):
             return current(kind, args, kwargs)
@@ -391,6 +393,27 @@ def _passed_to(handler: Callable[[type, tuple, dict[str, Any]], Any] | None) -> 
         yield
     finally:
         _thread.handler = before
+
+
+@dataclass
+class Chosen:
+    """Functions that are opaque in this thread's captures, and those that were applied."""
+
+    kinds: frozenset[type] = frozenset()
+    applied: set[type] = field(default_factory=set)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While active, this choice holds."""
+        before, _thread.chosen = _chosen(), self
+        try:
+            yield
+        finally:
+            _thread.chosen = before
+
+
+def _chosen() -> Chosen | None:
+    return getattr(_thread, "chosen", None)
 
 
 def functions_of_torchs() -> AbstractContextManager:
@@ -451,45 +474,6 @@ class Inside:
             yield
         finally:
             self.runs_backward = False
-
-
-class NotedContext:
-    """While active, notes forward's calls of ``ctx``, and gives backward the same tensor objects that forward saved.
-
-    Autograd's unpacking may make new tensors of them, which the graph does not know.
-
-    Attributes:
-        partial: whether the Function wants ``None`` for the gradients of unused outputs.
-        saved: the tensors that it saved.
-    """
-
-    def __init__(self, kind: type) -> None:
-        self.partial, self.saved = False, ()
-        self._node = node_class(kind)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        here, theirs = threading.get_ident(), self._node.saved_tensors
-        materialize, save = self._node.set_materialize_grads, self._node.save_for_backward
-
-        def note_materialize(ctx: Any, value: bool) -> None:
-            if threading.get_ident() == here:
-                self.partial = not value
-            materialize(ctx, value)
-
-        def note_saved(ctx: Any, *tensors: Any) -> None:
-            if threading.get_ident() == here:
-                self.saved = tensors
-            save(ctx, *tensors)
-
-        def saved(ctx: Any) -> Any:
-            return self.saved if threading.get_ident() == here else theirs.__get__(ctx)
-
-        noted = {"set_materialize_grads": note_materialize, "save_for_backward": note_saved}
-        self._stack.enter_context(replaced(self._node, **noted, saved_tensors=property(saved)))
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
 
 def tensors_in(made: Any) -> list[torch.Tensor]:

@@ -125,7 +125,9 @@ def fake_run_of(real: RealRun, change: Callable[[nn.Module], Any] = lambda twin:
         answers = {"answers": real.record, "symbols": symbols, "mode": mode if replays else None}
         recorder = OperatorRecorder(inputs, paths_of(twin), draws, **answers)
         recorder.values.distributed.own((name, placed[id(tensor)], local) for name, tensor, local in shards)
-        functions = CustomFunctions(type(real.twin).__name__, recorder, real.functions.writing)
+        functions = CustomFunctions(
+            type(real.twin).__name__, recorder, real.functions.writing, real.functions.opaque.applied
+        )
         functions_called = Functions(recorder)
         drawing = nullcontext() if symbols is None else symbols.recording(inputs)
         modes = modes_put_back(), quiet(), saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder

@@ -43,6 +43,7 @@ from bridge.base.torch_recording import (
     functional_of,
     in_functional,
     is_written,
+    own_operator,
 )
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.draws import draws_at
@@ -282,11 +283,7 @@ def drop_unused(graph: fx.Graph) -> None:
 
 
 _EFFECTS = (aten._assert_async.msg,)
-_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
-_library.define("ran(Tensor x) -> Tensor")
-for _kind in ("CompositeExplicitAutograd", "Meta"):
-    _library.impl("ran", lambda x: torch.ones((), dtype=torch.bool, device=x.device), _kind)
-RAN = torch.ops.tvm_dispatch.ran.default
+RAN = own_operator("ran(Tensor x) -> Tensor", lambda x: torch.ones((), dtype=torch.bool, device=x.device))
 """Tensor → a true scalar, which is available once the tensor has been computed."""
 
 

@@ -115,7 +115,7 @@ class OperatorRecorder(PreDispatchMode):
         mode: in a fake run that replays rows of ``answers``, the mode of its fake tensors.
 
     Attributes:
-        record: the record so far.
+        record, draws: the record so far, and the draws.
         judge: in the real run, called with each operator, its tensors, the written ones and its results.
         asked: the name in :data:`bridge.capture.scalar_guards.numbers_of` of the number that the running function
             reads, if its operator reads another number.
@@ -134,7 +134,7 @@ class OperatorRecorder(PreDispatchMode):
     ):
         super().__init__()
         self.record = Record(inputs=len(inputs))
-        self._paths, self._draws, self._protected, self.answers = paths, draws, protected, answers
+        self._paths, self.draws, self._protected, self.answers = paths, draws, protected, answers
         self._symbols, self._replayed = symbols, None if mode is None else Replayed(answers, mode, self.record.fakes)
         self.asked: str | None = None
         self.paused = False
@@ -144,6 +144,11 @@ class OperatorRecorder(PreDispatchMode):
         met = (lambda tensor: None) if protected is None else protected.add
         self.values = Values(self.record, inputs, answers is None, self._replayed is not None, met)
         self.values.distributed = DistributedTensors(self)
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        """Saves memory that is written without an operator, where the run does not own it."""
+        if self._protected is not None:
+            self._protected.note(tensor)
 
     def stand_for(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Gives a tensor that no row made the value of another tensor, whose numbers and memory it has."""
@@ -182,7 +187,7 @@ class OperatorRecorder(PreDispatchMode):
             return self._number(func, args, kwargs)
         if self.answers is not None and func is aten.contiguous.default and self._is_contiguous(*args, **kwargs):
             return args[0]  # for contiguous real tensors no operator runs
-        place, before = self._place_of_call(), len(self._draws)
+        place, before = self._place_of_call(), len(self.draws)
         grad = torch.is_grad_enabled()
         if facts.is_fresh:
             return self._literal(func, args, kwargs)
@@ -210,7 +215,7 @@ class OperatorRecorder(PreDispatchMode):
         if any(map(is_nested, _tensors_in(result))):
             raise UnsupportedModule("", [nested(str(func), _line(place[0]))])
         results = mapped(result, torch.Tensor, self.values.result)
-        draws = before, len(self._draws)
+        draws = before, len(self.draws)
         if (inside := backward_running()) is not None:
             if current_graph_task_id() != -1 and not grad:
                 inside.unheld = "runs autograd inside forward, whose result is a constant"

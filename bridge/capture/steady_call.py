@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from bridge.base.errors import (
     swallowed,
 )
 from bridge.base.log import channel
-from bridge.capture.custom_functions import WritesArgumentsError
+from bridge.capture.custom_functions import Chosen, WritesArgumentsError
 from bridge.capture.fake_run import FakeRecord, differences, fake_run_of, same_numbers
 from bridge.capture.inplace_rules import FOREIGN_DRAW, OTHER_NAME
 from bridge.capture.kept_state import KeptState, kept_state
@@ -48,7 +48,7 @@ from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
 from bridge.guards import Undo, contents_of, needs_first_call, put_back, undo
 from bridge.state import SampleCall
 
-__all__ = ["MOST_OPERATORS", "SteadyCall", "loops_found", "loops_tell", "steady_call", "unrolled_rows"]
+__all__ = ["MOST_OPERATORS", "SteadyCall", "in_attempts", "loops_found", "loops_tell", "steady_call", "unrolled_rows"]
 
 log = channel("dispatch")
 
@@ -56,6 +56,12 @@ _EVERY_CALL = "Python state that forward changes at every call; a compiled call 
 _BY_SIZES = "Python state that forward changes by the sizes that vary"
 _REGISTRIES = ("_buffers", "_parameters", "_modules")
 _KEEP = "keep it in a buffer, or change it outside of forward"
+
+
+_BESIDE = "forward changes it, and applies an autograd.Function that cannot be traced, and may have changed it"
+
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -91,9 +97,44 @@ def steady_call(call: SampleCall) -> SteadyCall:
             raise
 
 
+def in_attempts(capture: Callable[[], Result]) -> Result:
+    """Calls a function that captures a module → its result. After a refusal, custom autograd Functions that the module
+    applies are opaque (:mod:`bridge.capture.opaque_functions`) in further attempts; the first refusal is raised."""
+    first, chosen = None, Chosen()
+    while True:
+        with undo() as before, chosen.active():
+            try:
+                return capture()
+            except Exception as error:  # the user's code may have raised another error from a refusal
+                if (refusal := _refusal_in(error)) is None:
+                    raise
+                log.debug("%s", refusal, exc_info=refusal)
+                first = first or error
+                if not (more := _untraced(chosen, refusal)):
+                    raise first from first.__cause__
+                before.restore()
+        chosen = Chosen(chosen.kinds | more)
+
+
+def _refusal_in(error: BaseException | None) -> UnsupportedModule | None:
+    """The refusal in an error's chain of causes, if there is one."""
+    while error is not None and not isinstance(error, UnsupportedModule):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _untraced(chosen: Chosen, refusal: UnsupportedModule) -> set[type]:
+    """The Functions to run as they are in another attempt: those that a refusal names, or all that were applied."""
+    more = chosen.applied - chosen.kinds
+    names = {each.op for each in refusal.ops}
+    return {each for each in more if f"autograd.Function {each.__name__}" in names} or more
+
+
 def _steady(before: Undo, call: SampleCall) -> SteadyCall:
     real = first = _in_eager(call)
     changed = real.changed()
+    if changed and real.functions.opaque.applied:
+        raise UnsupportedModule(call.name, [Unsupported(each, "forward", _BESIDE, _KEEP) for each in changed])
     _find_loops(real)
     if not changed:
         return _compared(_started(real))

@@ -90,8 +90,8 @@ def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | Non
     """Times the call dispatched and eager; ``None`` if its work is not small, it raises, or it has side effects.
 
     Generators and the module's Python state are restored, no ``grad`` changes. Not timed: calls that write buffers
-    or set attributes, calls with collectives (other processes would have to time them too), tensors with hooks, and
-    calls inside a checkpoint, which counts saved tensors.
+    or set attributes, calls with collectives (other processes would have to time them too), calls that run the user's
+    Python code, tensors with hooks, and calls inside a checkpoint, which counts saved tensors.
     """
     captured, module = entry.lowered.captured, call.module
     if captured.sizes.scope is not None:  # the sample's size is one of many
@@ -102,6 +102,7 @@ def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | Non
         not _is_small(entry)
         or captured.mutated
         or captured.group
+        or captured.runs_python
         or captured.state.kept
         or has_global_hooks()
         or has_saved_tensors_hooks()

@@ -53,6 +53,9 @@ def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = 
             "collectives", type(module).__name__, "name process groups, which another process may lack"
         )
         raise UnsupportedModule(type(module).__name__, [problem])
+    if any(entry.lowered.captured.runs_python for entry in entries):
+        problem = Unsupported("an autograd.Function", type(module).__name__, "is Python code, which is not saved")
+        raise UnsupportedModule(type(module).__name__, [problem])
     device = entries[-1].lowered.captured.device
     found = [data_of(entry, module) for entry in entries]
     specs, owned = _tensors(module, entries)

@@ -15,7 +15,7 @@ import torch
 from bridge.base.session import SESSION
 from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_internals import VF, aten, linear_pointwise, storage_id
-from bridge.capture import exchange
+from bridge.capture import apply_opaque, backward_opaque, exchange
 from bridge.library.convolution import move, pad_into
 from bridge.library.registry import library_function, out_kernel
 
@@ -105,6 +105,8 @@ def operator_vjp(name, arguments, wanted, outputs, *given):
 
 
 library_function("collective")(exchange)
+library_function("apply_opaque")(apply_opaque)
+library_function("backward_opaque")(backward_opaque)
 
 
 @library_function("tangent")

@@ -46,7 +46,7 @@ from bridge.base.modes import autocast_setting, cuda_autocast_setting
 from bridge.base.session import SESSION
 from bridge.base.torch_cuda import gpu_features, read_settings
 from bridge.base.torch_internals import OpOverload, pytree, storage_id
-from bridge.capture import Captured, LoopedCall, RecordedCall, capture, device_of_call, record_call
+from bridge.capture import Captured, LoopedCall, RecordedCall, capture, device_of_call, in_attempts, record_call
 from bridge.compile import host_features
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
@@ -353,6 +353,10 @@ def lower_once(call: SampleCall, partition: Any, looped: LoopedCall | None = Non
     watch = Stopwatch()
     if looped is not None:
         return _lowered(_decided(capture(call, looped), steady), partition, watch)
+    return in_attempts(lambda: _lowered_once(call, partition, steady, watch))
+
+
+def _lowered_once(call: SampleCall, partition: Any, steady: bool, watch: Stopwatch) -> LoweredCall:
     recorded, module = record_call(call), call.module
     with working_for(device_of_call(call)):
         call_key = call_key_of(call, partition)

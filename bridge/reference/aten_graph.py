@@ -22,6 +22,8 @@ from bridge.base.generators import at_state, default_generator
 from bridge.base.tensor_properties import as_complex, as_parts
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture import (
+    APPLY,
+    BACKWARD,
     COLLECTIVE,
     CUSTOM_GRADIENT,
     LOOP_MARKS,
@@ -148,7 +150,7 @@ _VIEWS = {
 _OURS = "tvm_dispatch"
 _LAYERS = (RECURRENT_LAYERS, PACKED_LAYERS)
 _TORCH_HAS = (STOP_GRADIENT, OVERWRITTEN, CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT)
-_TORCH_HAS += (COLLECTIVE, *_LAYERS, *WHOLE, *LOOP_MARKS)
+_TORCH_HAS += (APPLY, BACKWARD, COLLECTIVE, *_LAYERS, *WHOLE, *LOOP_MARKS)
 """Operators of this package that run as torch's own."""
 _RUNNING = 3, 4
 """Positions of the running statistics among the arguments, and of the new ones among the results."""

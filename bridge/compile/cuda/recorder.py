@@ -171,6 +171,8 @@ class CudaRecorder:
                 return f"library {step.name} draws random numbers"
             if step.name == "collective":
                 return "a collective waits for other processes"
+            if step.name in ("apply_opaque", "backward_opaque"):
+                return "an autograd.Function runs its own Python code"
             if operator := waits_for_the_device(step.name, step.attrs):
                 return f"{operator} waits for the device"
         return None

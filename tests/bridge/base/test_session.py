@@ -16,6 +16,7 @@ from bridge.base.session import SESSION, Session
 
 TABLES = "a table that decorators or imports fill, and nothing else"
 ACTIVE = "what is active at the moment, or in this thread"
+PYTHON = "Functions of the user's that programs run"
 OTHERS = {
     "aten.complex_arithmetic.COMPLEX": TABLES,
     "aten.registry.CONVERSIONS": TABLES,
@@ -29,6 +30,9 @@ OTHERS = {
     "base.threads._RENEWED": TABLES,
     "base.threads._held": ACTIVE,
     "base.torch_internals.PROBES": TABLES,
+    **{f"capture.applications.{name}": PYTHON for name in ("_APPLICATIONS", "_KEPT", "_KEYS")},
+    "capture.applications._NODES": "saved state of calls whose backward may come",
+    "capture.opaque_functions._OPAQUE": PYTHON,
     "capture.whole_functions.HANDLERS": TABLES,
     "capture.whole_functions.SHAPES": TABLES,
     "compile.cpu.threads._FORKED": ACTIVE,

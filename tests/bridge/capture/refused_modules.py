@@ -48,7 +48,7 @@ class Doubled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return 2 * grad if grad.sum() > 0 else grad
+        return 2 * grad * torch.rand_like(grad)
 
 
 class Recomputed(torch.autograd.Function):

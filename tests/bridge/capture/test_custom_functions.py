@@ -103,6 +103,7 @@ USES = {
     "writes a view that it is given": overwrites(False, True),
     "mark_dirty": overwrites(True, False),
     "mark_dirty of a view": overwrites(True, True),
+    "a number read in backward": lambda m, x: own.Reads.apply(m.linear(x)),
 }
 
 
@@ -148,7 +149,6 @@ def leaks(m, x):
 
 REFUSED = {
     "a draw in backward": (lambda m, x: own.Noisy.apply(m.linear(x)), "random draws|draw"),
-    "a number read in backward": (lambda m, x: own.Reads.apply(m.linear(x)), "Function Reads: its backward cannot"),
     "a write into the gradient": (lambda m, x: own.Writes.apply(m.linear(x)), "Function Writes: its backward changes"),
     "undefined gradients of two": (lambda m, x: own.Few.apply(m.linear(x))[0], "Function Few: has several outputs"),
     "what it saves is written": (saved_and_written, "Function Product: its backward reads a tensor that forward"),

@@ -1,0 +1,280 @@
+"""Applications: a custom ``autograd.Function`` that a program runs as it is, in one library call for its forward and
+one for its backward.
+
+State: autograd's node of the user's Function has what its backward needs. The last result of the forward call is a
+tensor that stands for the node, which lives as long as the tensor's memory.
+
+Memory: the program reuses the memory of its values. The first application shows which arguments the Function keeps, and
+which it changes: these are copied. Others are lent: tensors with a storage of their own, which must be gone afterwards.
+"""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from bridge.base.modes import autocast_to
+from bridge.base.torch_autograd import FunctionNode, apply_function
+from bridge.base.torch_internals import VF, pytree, storage_id
+
+__all__ = [
+    "TENSOR",
+    "Application",
+    "application_of",
+    "apply_opaque",
+    "backward_opaque",
+    "form_of",
+    "key_of_application",
+]
+__all__ += ["lent", "of_tensors", "outer_leaves", "run_backward", "tensors_in"]
+
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor."""
+
+
+@dataclass(frozen=True)
+class Application:
+    """One application of a Function, for all calls with tensors of these forms.
+
+    Attributes:
+        kind: the Function.
+        spec, constants: the structure of its arguments, and their leaves with ``None`` for tensors.
+        given: form of each tensor argument, and whether autograd tracks it.
+        grad, casts: grad mode and autocast's dtype around it.
+        results: form of each result, and whether it has a gradient; ``None`` for a result that is ``None``.
+        is_tuple: whether it returns a tuple.
+        kept, changed: tensor arguments that it keeps after its forward, and that its forward changes.
+        gradients: whether its backward returns a gradient, for each tensor argument.
+    """
+
+    kind: type
+    spec: pytree.TreeSpec
+    constants: tuple[Any, ...]
+    given: tuple[tuple[Form, bool], ...]
+    grad: bool
+    casts: torch.dtype | None
+    results: tuple[tuple[Form, bool] | None, ...] = ()
+    is_tuple: bool = False
+    kept: frozenset[int] = frozenset()
+    changed: frozenset[int] = frozenset()
+    gradients: tuple[bool, ...] = ()
+
+    @property
+    def places(self) -> list[int]:
+        """Positions of the tensors among the leaves of the arguments."""
+        return [place for place, each in enumerate(self.constants) if each is TENSOR]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """Applies the Function to tensors outside of autograd's graph → its results and its node in a graph."""
+        leaves = list(self.constants)
+        followed = [each for each, (_, follows) in zip(tensors, self.given, strict=True) if follows]
+        with torch.set_grad_enabled(self.grad), autocast_to(self.casts):
+            if self.grad and followed:
+                entered = iter(apply_function(_Entered, (VF.empty(0).requires_grad_(), *followed), {}))
+                tensors = [
+                    next(entered) if follows else each for each, (_, follows) in zip(tensors, self.given, strict=True)
+                ]
+            for place, each in zip(self.places, tensors, strict=True):
+                leaves[place] = each
+            made = apply_function(self.kind, tuple(pytree.tree_unflatten(leaves, self.spec)), {})
+        node = next((each.grad_fn for each in tensors_in(made) if isinstance(each.grad_fn, FunctionNode)), None)
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made), node
+
+    def upstream(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients of the results with one → a gradient for each result; zeros for others, as autograd makes them."""
+        waiting, found = iter(gradients), []
+        for each in self.results:
+            if each is None:
+                found.append(None)
+            elif each[1]:
+                found.append(next(waiting))
+            else:
+                found.append(VF.empty_strided(*each[0][:2], dtype=each[0][2], device=gradients[0].device).zero_())
+        return found
+
+
+class _Tensor:
+    """Marks a tensor among constants."""
+
+
+TENSOR = _Tensor()
+_APPLICATIONS: dict[str, Application] = {}
+_KEYS: dict[Application, str] = {}
+_PROCESS = uuid.uuid4().hex
+"""Part of the keys: a program that is kept on disk must not find another process's Function."""
+_NODES: dict[int, Any] = {}
+"""The memory of the tensor that stands for a node → the node, and the gradients of its own arguments."""
+
+
+class _Entered(torch.autograd.Function):
+    """Tensors outside of autograd's graph → the same tensors as inner nodes of a graph that keeps none of them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
+        return (None,) * (1 + len(grads))
+
+
+def tensors_in(made: Any) -> list[torch.Tensor]:
+    return [each for each in pytree.tree_leaves(made) if isinstance(each, torch.Tensor)]
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+def lent(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same memory and a storage of its own."""
+    return from_dlpack(to_dlpack(tensor.detach()))
+
+
+def _laid_out(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """The tensor with eager's strides: itself, or a copy."""
+    shape, stride, _ = form
+    if tuple(tensor.stride()) == stride or tensor.numel() < 2:
+        return tensor
+    once = tensor[tuple(slice(0, 1) if not step else slice(None) for step in stride)]
+    own = VF.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return own.copy_(once).expand(shape)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a storage of its own, which no other value of a program shares."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _apply(application: Application, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A forward → its tensors, the new values of the arguments that it changes, and the tensor for its node."""
+    kept = application.kept | _KEPT.setdefault(application, set())
+    given = [_passed(application, place, tensor, place in kept) for place, tensor in enumerate(tensors)]
+    borrowed = {
+        place: StorageWeakRef(each.untyped_storage())
+        for place, each in enumerate(given)
+        if place not in kept and each.numel()
+    }
+    made, node = application.run(given)
+    results = [each for each in (made if application.is_tuple else (made,)) if each is not None]
+    wanted = [each[0] for each in application.results if each is not None]
+    if [(tuple(each.shape), each.dtype) for each in results] != [(shape, dtype) for shape, _, dtype in wanted]:
+        found, known = (
+            [f"{dtype} of shape {list(shape)}" for shape, _, dtype in each] for each in (map(form_of, results), wanted)
+        )
+        name = application.kind.__name__
+        raise RuntimeError(f"autograd.Function {name} returns {found}, and returned {known} in its first call")
+    memory = {storage_id(each) for each in given}
+    results = [each.clone() if storage_id(each) in memory else each for each in results]
+    now = [given[place].clone() for place in sorted(application.changed)]
+    del given
+    if more := {place for place, each in borrowed.items() if not each.expired()}:
+        _KEPT[application] |= more
+        return _apply(application, tensors)
+    return [*results, *now, _standing_for(node, tensors[0].device)]
+
+
+_KEPT: dict[Application, set[int]] = {}
+"""Arguments that an application has kept in some call, and not in its first one, as in objects that wait for garbage
+collection: that call was repeated with copies of them."""
+
+
+def _passed(application: Application, place: int, tensor: torch.Tensor, is_kept: bool) -> torch.Tensor:
+    """The tensor that the user's forward gets for an argument."""
+    form, _ = application.given[place]
+    own = _laid_out(tensor, form)
+    if own is tensor and (place in application.changed or (is_kept and not _is_whole(tensor))):
+        own = _laid_out(tensor.clone(), form)
+    return own if is_kept else lent(own)
+
+
+def _standing_for(node: Any, device: torch.device) -> torch.Tensor:
+    """A new tensor for a node, which lives as long as the tensor's memory."""
+    state = VF.empty(1, dtype=torch.uint8, device=device)
+    storage = state.untyped_storage()
+    key = storage_id(state)
+    _NODES[key] = node
+    weakref.finalize(storage, _NODES.pop, key, None).atexit = False
+    return state
+
+
+def application_of(key: str) -> Application:
+    """The application with this key."""
+    return _APPLICATIONS[key]
+
+
+def key_of_application(application: Application) -> str:
+    """The key of an application, one for equal ones."""
+    key = _KEYS.get(application)
+    if key is None:
+        key = _KEYS[application] = f"{_PROCESS}.{len(_KEYS)}"
+        _APPLICATIONS[key] = application
+    return key
+
+
+def apply_opaque(key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Runs the forward of an application.
+
+    Raises:
+        RuntimeError: its results have other forms than in the first call.
+    """
+    return tuple(_apply(_APPLICATIONS[key], tensors))
+
+
+def backward_opaque(key: str, state: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Runs the backward of an application → the gradients of the arguments that have one.
+
+    Raises:
+        RuntimeError: the tensor that stands for the node was replaced, as by a hook of saved tensors; or an argument
+            has a gradient that had none in the first call.
+    """
+    application = _APPLICATIONS[key]
+    name = application.kind.__name__
+    node = _NODES.get(storage_id(state))
+    if node is None:
+        raise RuntimeError(f"autograd.Function {name}: the tensor that stands for its saved state is another one")
+    upstream = application.upstream([each.clone() for each in gradients])
+    found = of_tensors(application, run_backward(node, upstream))
+    made = []
+    for each, has_one, (form, _) in zip(found, application.gradients, application.given, strict=True):
+        if each is not None and not has_one:
+            raise RuntimeError(f"autograd.Function {name} has a gradient for an argument that had none at first")
+        if has_one:
+            zeros = VF.zeros(form[0], dtype=form[2], device=state.device)
+            made.append(zeros if each is None else _fitted(each, form))
+    return tuple(made)
+
+
+def run_backward(node: Any, upstream: Sequence[torch.Tensor | None]) -> list[Any]:
+    with torch.no_grad(), autocast_to(None):
+        found = node.apply(*upstream)
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def of_tensors(application: Application, found: Sequence[Any]) -> list[Any]:
+    """Gradients of the arguments → of each tensor argument; nested tensors have none."""
+    of = dict(zip(outer_leaves(application), found, strict=False))
+    return [of.get(place) for place in application.places]
+
+
+def outer_leaves(application: Application) -> list[int | None]:
+    """The leaf of each argument that is a leaf itself."""
+    first, found = 0, []
+    for child in application.spec.children():
+        found.append(first if child.is_leaf() else None)
+        first += child.num_leaves
+    return found
+
+
+def _fitted(gradient: torch.Tensor, form: Form) -> torch.Tensor:
+    """A gradient in its argument's shape and dtype, as autograd makes it fit."""
+    if tuple(gradient.shape) != form[0]:
+        gradient = gradient.sum_to_size(form[0])
+    return gradient.to(form[2])

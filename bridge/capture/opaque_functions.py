@@ -1,0 +1,305 @@
+"""Opaque Functions: a custom ``autograd.Function`` whose operators cannot be recorded → a Function that can be traced.
+
+Its forward and its backward call one operator each, and the program runs the user's code for it
+(:mod:`bridge.capture.applications`). The first application shows what the Function does with its arguments.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bridge.base.errors import Unsupported
+from bridge.base.modes import ambient_autocast, replaced
+from bridge.base.pytrees import is_plain
+from bridge.base.torch_autograd import node_class
+from bridge.base.torch_internals import VF, TorchDispatchMode, pytree, storage_id
+from bridge.base.torch_recording import own_operator, unrecorded
+from bridge.base.torch_shapes import SYMBOLIC
+from bridge.capture.applications import (
+    TENSOR,
+    Application,
+    Form,
+    application_of,
+    form_of,
+    key_of_application,
+    lent,
+    of_tensors,
+    outer_leaves,
+    run_backward,
+    tensors_in,
+)
+
+__all__ = ["APPLY", "BACKWARD", "NotTraceable", "NotedContext", "Opaque", "is_opaque", "opaque"]
+
+
+class NotTraceable(Exception):
+    """A Function cannot be traced; the message is the reason."""
+
+
+class NotedContext:
+    """While active, notes forward's calls of ``ctx``, and gives backward the same tensor objects that forward saved.
+
+    Autograd's unpacking may make new tensors of them, which the graph does not know.
+
+    Attributes:
+        partial: whether the Function wants ``None`` for the gradients of unused outputs.
+        saved: the tensors that it saved.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.partial, self.saved = False, ()
+        self._node = node_class(kind)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        here, theirs = threading.get_ident(), self._node.saved_tensors
+        materialize, save = self._node.set_materialize_grads, self._node.save_for_backward
+
+        def note_materialize(ctx: Any, value: bool) -> None:
+            if threading.get_ident() == here:
+                self.partial = not value
+            materialize(ctx, value)
+
+        def note_saved(ctx: Any, *tensors: Any) -> None:
+            if threading.get_ident() == here:
+                self.saved = tensors
+            save(ctx, *tensors)
+
+        def saved(ctx: Any) -> Any:
+            return self.saved if threading.get_ident() == here else theirs.__get__(ctx)
+
+        noted = {"set_materialize_grads": note_materialize, "save_for_backward": note_saved}
+        self._stack.enter_context(replaced(self._node, **noted, saved_tensors=property(saved)))
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+_thread = threading.local()
+
+
+def _recorded(key: str, *_: Any) -> list[torch.Tensor]:
+    """The results of the application that this thread has just run; meta tensors elsewhere."""
+    found, _thread.results = getattr(_thread, "results", None), None
+    if found is None:
+        raise RuntimeError("an autograd.Function that cannot be traced has no second derivative in a compiled call")
+    return found
+
+
+def _forms_of_apply(key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    application = application_of(key)
+    forms = [each[0] for each in application.results if each is not None]
+    forms += [application.given[place][0] for place in sorted(application.changed)]
+    forms.append(((1,), (1,), torch.uint8))
+    return [_like(tensors[0], form) for form in forms]
+
+
+def _zero_gradients(key: str, state: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    application = application_of(key)
+    pairs = zip(application.gradients, application.given, strict=True)
+    return [torch.zeros(form[0], dtype=form[2], device=state.device) for has_one, (form, _) in pairs if has_one]
+
+
+def _like(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    return torch.empty_strided(*form[:2], dtype=form[2], device=tensor.device)
+
+
+APPLY = own_operator("apply_opaque(str key, Tensor[] tensors) -> Tensor[]", _recorded, _forms_of_apply)
+BACKWARD = own_operator("backward_opaque(str key, Tensor state, Tensor[] gradients) -> Tensor[]", _zero_gradients)
+
+
+class _Made(TorchDispatchMode):
+    """While active, notes the memory of the tensors that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made, given = func(*args, **(kwargs or {})), {storage_id(each) for each in tensors_in((args, kwargs))}
+        for each in tensors_in(made):
+            if storage_id(each) not in given:
+                self.memory[storage_id(each)] = StorageWeakRef(each.untyped_storage())
+        return made
+
+
+@dataclass
+class Opaque:
+    """The opaque Functions of a run.
+
+    Attributes:
+        draws: the draws of the run so far.
+        protect: called with each tensor that an application may write.
+        applied: keys of the applications, in order.
+        known: those of the real run, for a run on fake tensors; ``None``: this is the real run.
+        made: memory that the Functions have made.
+    """
+
+    draws: Sequence[Any] = ()
+    protect: Callable[[torch.Tensor], None] = lambda tensor: None
+    known: Sequence[str] | None = None
+    applied: list[str] = field(default_factory=list)
+    made: dict[int, StorageWeakRef] = field(default_factory=dict)
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """While active, this thread's opaque Functions run here."""
+        before, _thread.run = getattr(_thread, "run", None), self
+        try:
+            yield
+        finally:
+            _thread.run = before
+
+    def leaks(self, free: Iterable[tuple[torch.Tensor, int]]) -> list[Unsupported]:
+        """Refusals of tensors that the Functions have made, and that forward got otherwise than as their results."""
+        found = [storage_id(each) for each, _ in free]
+        if self.made.keys().isdisjoint(found):
+            return []
+        reason = "a tensor that its forward or backward makes is used outside of it, and it cannot be traced"
+        names = dict.fromkeys(application_of(key).kind.__name__ for key in self.applied)
+        return [Unsupported(f"autograd.Function {name}", "forward", reason) for name in names]
+
+    def apply(self, kind: type, args: tuple, follows: Sequence[bool]) -> tuple[Application, list[torch.Tensor]]:
+        """Applies a Function → the application, and the operator's results; ``follows``: for each argument."""
+        leaves, spec = pytree.tree_flatten(args)
+        if self.known is not None:
+            if any(type(size) in SYMBOLIC for each in tensors_in(leaves) for size in each.shape):
+                raise NotTraceable("takes sizes that vary, and cannot be traced")
+            key = self.known[len(self.applied)]
+            self.applied.append(key)
+            return application_of(key), APPLY(key, tensors_in(leaves))
+        tensors = tensors_in(leaves)
+        if not tensors:
+            raise NotTraceable("has no tensor argument")
+        if any(each.is_complex() or each.layout is not torch.strided for each in tensors):
+            raise NotTraceable("takes complex numbers or sparse tensors, and cannot be traced")
+        constants = tuple(TENSOR if isinstance(each, torch.Tensor) else each for each in leaves)
+        if odd := [each for each in constants if each is not TENSOR and not _is_constant(each)]:
+            raise NotTraceable(f"takes a {type(odd[0]).__name__}, and cannot be traced")
+        flags = [flag for arg, flag in zip(args, follows, strict=True) for _ in pytree.tree_leaves(arg)]
+        pairs = zip(leaves, flags, strict=True)
+        given = tuple((form_of(each), flag) for each, flag in pairs if isinstance(each, torch.Tensor))
+        application = Application(kind, spec, constants, given, any(follows), ambient_autocast())
+        application, results = unrecorded(self._first, (application, tensors), {})
+        key = key_of_application(application)
+        self.applied.append(key)
+        _thread.results = results
+        return application, APPLY(key, tensors)
+
+    def _first(
+        self, application: Application, tensors: Sequence[torch.Tensor]
+    ) -> tuple[Application, list[torch.Tensor]]:
+        """Runs an application for the first time, forward and backward, and notes what it does."""
+        before, drawn = [each.detach().clone() for each in tensors], len(self.draws)
+        for each in tensors:
+            self.protect(each)
+        noted, inside = NotedContext(application.kind), _Made()
+        with inside, saved_tensors_hooks(_itself, _itself), noted:
+            given = [lent(each) for each in tensors]
+            kept = [StorageWeakRef(each.untyped_storage()) for each in given]
+            addresses = {storage_id(each) for each in given}
+            made, node = application.run(given)
+            del given
+            self.made |= inside.memory
+            results = list(made) if isinstance(made, tuple) else [made]
+            if not all(each is None or isinstance(each, torch.Tensor) for each in results) or not tensors_in(results):
+                raise NotTraceable("returns something else than tensors, and cannot be traced")
+            if any(each.is_complex() for each in tensors_in(results)):
+                raise NotTraceable("returns complex numbers, and cannot be traced")
+            memory = [storage_id(each) for each in tensors_in(results)]
+            if len({*memory}) < len(memory) or not addresses.isdisjoint(memory):
+                raise NotTraceable("returns an argument, a view of it or a tensor twice, and cannot be traced")
+            has_gradient = node is not None
+            if noted.partial and len(memory) > 1:
+                raise NotTraceable("has several outputs, and takes None for the gradients of those that are not used")
+            forms = tuple(
+                None if each is None else (form_of(each), has_gradient and each.dtype.is_floating_point)
+                for each in results
+            )
+            application = replace(
+                application,
+                results=forms,
+                is_tuple=isinstance(made, tuple),
+                kept=frozenset(place for place, each in enumerate(kept) if not each.expired()),
+                changed=frozenset(n for n, (a, b) in enumerate(zip(before, tensors, strict=True)) if not _same(a, b)),
+            )
+            gradients: list[Any] = [None] * len(tensors)
+            if has_gradient:
+                zeros = [VF.zeros(each.shape, dtype=each.dtype, device=each.device) for each in tensors_in(results)]
+                differentiable = [each for each, form in zip(zeros, filter(None, forms), strict=True) if form[1]]
+                gradients = of_tensors(application, run_backward(node, application.upstream(differentiable)))
+                if any(each._version for each in differentiable):
+                    raise NotTraceable("its backward changes a tensor in place that was there before")
+        if len(self.draws) != drawn:
+            raise NotTraceable("draws random numbers, and cannot be traced")
+        application = replace(application, gradients=tuple(each is not None for each in gradients))
+        values = [each.clone() for each in tensors_in(results)]
+        values += [tensors[place].detach().clone() for place in sorted(application.changed)]
+        return application, [*values, VF.empty(1, dtype=torch.uint8, device=tensors[0].device)]
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether an argument is the same object in each call: plain data, or a function without a closure."""
+    return is_plain(value) or (isinstance(value, FunctionType) and value.__closure__ is None)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    a, b = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(a, b)
+
+
+_OPAQUE: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+
+
+def opaque(kind: type) -> type:
+    """A Function → one that can be traced, whose forward and backward call one operator each."""
+    found = _OPAQUE.get(kind)
+    if found is not None:
+        return found
+    applied = weakref.ref(kind)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        run: Opaque = _thread.run
+        application, made = run.apply(applied(), args, ctx.needs_input_grad)
+        ctx.key, state = run.applied[-1], made[-1]
+        ctx.save_for_backward(state)
+        count = sum(each is not None for each in application.results)
+        leaves = tensors_in(args)
+        for place, now in zip(sorted(application.changed), made[count:-1], strict=True):
+            leaves[place].copy_(now)
+        results = iter(made[:count])
+        results = [None if each is None else next(results) for each in application.results]
+        plain = [r for r, each in zip(results, application.results, strict=True) if each is not None and not each[1]]
+        ctx.mark_non_differentiable(*plain)
+        return tuple(results) if application.is_tuple else results[0]
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        application, (state,) = application_of(ctx.key), ctx.saved_tensors
+        given = [g for g, each in zip(grads, application.results, strict=True) if each is not None and each[1]]
+        made = iter(BACKWARD(ctx.key, state, given))
+        of = dict(zip(application.places, application.gradients, strict=True))
+        return tuple(next(made) if of.get(leaf) else None for leaf in outer_leaves(application))
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": kind.__module__}
+    found = _OPAQUE[kind] = type(kind.__name__, (torch.autograd.Function,), members)
+    return found
+
+
+def is_opaque(kind: type) -> bool:
+    """Whether :func:`opaque` has made a Function."""
+    return kind in _OPAQUE.values()
