@@ -45,7 +45,6 @@ OTHERS = {
     "dispatch.parts._PARTS": "models of the user's, dispatched in parts",
     "dynamo.backend._GRAPHS": "graphs of the user's, as long as Dynamo has them",
     "guards.functions._hearing": ACTIVE,
-    "guards.functions._hooked": "a hook of Python's that stays",
     "guards.objects._frozen": ACTIVE,
     "guards.watched._REFILLED": "sets of the user's, as long as they live",
     "library.registry.FUNCTIONS": TABLES,
