@@ -317,9 +317,10 @@ def differentiate(
     body.outputs = [*primal, *(renamed.get(gradient, gradient) for gradient in wanted)]
     gradient = [body.define(var, value) for var, value in backward]
     body.bindings += gradient
-    _remove(body, _is_stop)
+    _remove(body, lambda each: each.op == _STOP or library_name(each.value) == _WITH_DERIVATIVE)
     read_memory(body, {*gradient}, owners, again, statistics)
-    _remove(body, _is_before_last)
+    # a parameter's last is a result
+    _remove(body, lambda each: library_name(each.value) == OVERWRITTEN and not int(each.value.args[3].value))
     body.prune()
     put_gradients(body)
     pick_rows(body)
@@ -411,15 +412,6 @@ def _remove(body: Body, is_done: Callable[[Binding], bool]) -> None:
         else:
             remaining.append(binding)
     body.finish(remaining, replaced)
-
-
-def _is_stop(binding: Binding) -> bool:
-    return binding.op == _STOP or library_name(binding.value) == _WITH_DERIVATIVE
-
-
-def _is_before_last(binding: Binding) -> bool:
-    """Whether a binding is ``library.overwritten`` other than a parameter's last."""
-    return library_name(binding.value) == OVERWRITTEN and not int(binding.value.args[3].value)
 
 
 def _rename(backward: Pairs, gradients: dict[Expr, Var], supply: NameSupply) -> tuple[Pairs, dict[Expr, Var]]:

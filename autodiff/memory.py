@@ -56,7 +56,9 @@ def read_memory(
     computed, returned = dict[Binding, str](), body.returned()
     own = {binding: owners.get(binding.name, binding) for binding in forward}
     for binding in forward if last else ():
-        is_part = binding.op in _SHOWS_PART or _is_item_of_split(body, binding)
+        value = binding.value
+        of_split = isinstance(value, TupleGetItem) and body.binding(value.tuple_value).op == "relax.split"
+        is_part = binding.op in _SHOWS_PART or of_split
         is_inner = binding not in returned and binding.name not in statistics
         is_inner = is_inner and {own[user] for user in binding.users if user in own} <= {own[binding]}
         is_view = is_part and all(looked_at.get(read) for read in binding.reads)
@@ -131,7 +133,3 @@ def _in_the_end(body: Body, supply: NameSupply, given: Var, place: int) -> Bindi
     """A new binding of ``library.overwritten``: a parameter's memory at the time of the backward."""
     value = library_call("overwritten", [given, relax.prim_value(place), relax.prim_value(1)], given.ty)
     return body.define(DataflowVar(supply.fresh(f"{given.name}_now"), given.ty), value)
-
-
-def _is_item_of_split(body: Body, binding: Binding) -> bool:
-    return isinstance(binding.value, TupleGetItem) and body.binding(binding.value.tuple_value).op == "relax.split"

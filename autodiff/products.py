@@ -230,7 +230,7 @@ def share_sums(body: Body) -> None:
             rank = len(shape(x))
             added = frozenset(each for each in factors.items() if not _is_constant(each[0], axes, rank))
             key = tuple(axes), tuple(map(str, shape(x))), added
-            less = (each for each in known[key] if _is_less(factors, each[0]))
+            less = (each for each in known[key] if factors - each[0] and not each[0] - factors)
             found = next(less, None) if binding in gradients else None
             if found is None:
                 known[key].append((factors, binding))
@@ -264,11 +264,6 @@ def _factors(value: Expr, body: Body) -> Factors:
         else:
             found[binding] += 1
     return found
-
-
-def _is_less(factors: Factors, fewer: Factors) -> bool:
-    """Whether ``fewer`` is a proper subset of the factors."""
-    return bool(factors - fewer) and not fewer - factors
 
 
 def _is_constant(factor: Binding | str, axes: list[int], rank: int) -> bool:

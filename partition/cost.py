@@ -167,7 +167,8 @@ def recompute_cost(graph: JointGraph, name: str) -> int:
 def materialized(graph: JointGraph, name: str) -> bool:
     """Whether the forward writes a value to memory even if it is not saved: its operator, or a reader, is a kernel that
     does not fuse."""
-    return not _fuses(graph.nodes[name].op) or read_by_kernel(graph, name, graph.forward)
+    fuses = any(graph.nodes[name].op in each for each in (CHEAP, TRANSCENDENTAL, VIEWS, SLICES))
+    return not fuses or read_by_kernel(graph, name, graph.forward)
 
 
 def read_by_kernel(graph: JointGraph, name: str, within: frozenset[str]) -> bool:
@@ -180,10 +181,6 @@ def read_by_kernel(graph: JointGraph, name: str, within: frozenset[str]) -> bool
         elif user in within and product(node) is not None:
             return True
     return False
-
-
-def _fuses(op: str) -> bool:
-    return op in CHEAP or op in TRANSCENDENTAL or op in VIEWS or op in SLICES
 
 
 def flops(graph: JointGraph, name: str) -> int:

@@ -43,15 +43,11 @@ def use_of_autograd(
     if forward_ad_level() >= 0:
         return "torch.func or forward_ad", "dual numbers inside forward", None
     hooks = saved_tensors_hooks()
-    if hooks is not None and not _is_known(hooks[0]):
+    of = (getattr(hooks and hooks[0], "__module__", None) or "").partition(".")[0]
+    if hooks is not None and of not in ("torch", "bridge"):  # the hooks of checkpoints and ``save_on_cpu`` keep numbers
         reason = "changes what autograd saves by functions of its own; a compiled call saves what its partition says"
         return "torch.autograd.graph.saved_tensors_hooks", reason, "use it around the call"
     return None
-
-
-def _is_known(pack: Any) -> bool:
-    """Whether a hook on saved tensors keeps their numbers, as the hooks of checkpoints and ``save_on_cpu`` do."""
-    return (getattr(pack, "__module__", None) or "").partition(".")[0] in ("torch", "bridge")
 
 
 # Functions in checkpoints → refusals where eager's second run, in the backward, would differ from the first.

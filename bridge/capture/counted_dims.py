@@ -77,7 +77,8 @@ class CountedDims:
 
     def end(self) -> None:
         """Drops the symbols that the run has fixed to the sample's number; called after the run."""
-        self.fakes = [each for each in self.fakes if not _is_fixed(each.shape[0])]
+        sizes = [(each, each.shape[0]) for each in self.fakes]
+        self.fakes = [each for each, size in sizes if type(size) is not int and not expression(size).is_number]
 
     def of(self, place: int) -> tuple[int | None, ...]:
         """For each number of read ``place``, the index of its symbol or ``None``; empty if none has a symbol."""
@@ -88,10 +89,6 @@ class CountedDims:
     def dims(self, first: int) -> list[DynamicDim]:
         """The tensors' sizes as dynamic dimensions; ``first``: the leaf index of the first tensor."""
         return [replace(ALL_COUNTS, leaf=first + place, name=f"count_{place}") for place in range(len(self.fakes))]
-
-
-def _is_fixed(size: Any) -> bool:
-    return type(size) is int or bool(expression(size).is_number)
 
 
 def _late(record: Record, trains: Sequence[int]) -> set[int]:

@@ -401,9 +401,14 @@ def certain(node: fx.Node) -> tuple[bool, list[fx.Node]] | None:
         return None
     x, number = nodes[-1].args
     nodes += _with_moved(x)
-    if not _is_uniform(nodes[-1]) or not isinstance(number, int | float) or number != number:
+    dtype = nodes[-1].meta["val"].dtype
+    is_uniform = nodes[-1].target in _DRAWS and dtype in (
+        torch.float32,
+        torch.float64,
+    )  # no number below 1 is rounded up
+    if not is_uniform or not isinstance(number, int | float) or number != number:
         return None
-    found = compares(torch.tensor(number, dtype=nodes[-1].meta["val"].dtype, device=HOST).item())
+    found = compares(torch.tensor(number, dtype=dtype, device=HOST).item())
     return None if found is None else (found, nodes[::-1])
 
 
@@ -413,11 +418,6 @@ def _with_moved(node: fx.Node) -> list[fx.Node]:
     while nodes[-1].target in _MOVES:
         nodes.append(nodes[-1].args[0])
     return nodes
-
-
-def _is_uniform(node: fx.Node) -> bool:
-    """Whether a node draws from [0, 1) in a dtype that rounds no number below 1 to 1."""
-    return node.target in _DRAWS and node.meta["val"].dtype in (torch.float32, torch.float64)
 
 
 # Decisions by draws: a number that depends only on draws (``torch.rand([]) < 0.1``) → whether it varies between calls.

@@ -23,6 +23,7 @@ from bridge.base.generators import default_generator, states_put_back
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, VF, has_global_hooks, has_saved_tensors_hooks, pytree
 from bridge.dispatch.entry import Entry
+from bridge.guards import ABSENT
 from bridge.state import SampleCall, Snapshot, generators_put_back
 from bridge.trials import Pace, chosen, shortest
 
@@ -91,7 +92,7 @@ def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | Non
 
     Generators and the module's Python state are restored, no ``grad`` changes. Not timed: calls that write buffers
     or set attributes, calls with collectives (other processes would have to time them too), calls that run the user's
-    Python code, tensors with hooks, and calls inside a checkpoint, which counts saved tensors.
+    Python code or fill a function's cache, tensors with hooks, and calls in a checkpoint, which counts saved tensors.
     """
     captured, module = entry.lowered.captured, call.module
     if captured.sizes.scope is not None:  # the sample's size is one of many
@@ -110,7 +111,8 @@ def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | Non
         return None
     if any(vars(child).get(COMPILED_CALL) is not None for child in module.modules() if child is not module):
         return None  # eager would run dispatched submodules and count their hits
-    if entry.guard.reads.says:
+    fills = any(getattr(each, "made", ABSENT) is not ABSENT for each in entry.guard.reads.items.values())
+    if entry.guard.reads.says or fills:
         return None
     if captured.draws and not is_alone():  # another thread's draws would be repeated
         return None

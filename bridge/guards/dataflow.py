@@ -347,7 +347,7 @@ class _Interpreter(Lookups):
             self.flow.relations[each.offset] = value, kinds
             parts = [part for source in names if source[0] == "const" for part in source[1] or ()]
             found = [self._of("attr", value, part) for part in parts]
-            found += [self._each(value)] if raw and name == "MATCH_CLASS" else []
+            found += [self._each(value), self._of("matched", value, raw)] if raw and name == "MATCH_CLASS" else []
             stack.append(frozenset(("held", part) for one in found for part in one) | NOTHING)
         elif name in ("GET_ITER", "GET_YIELD_FROM_ITER"):
             value = pop()

@@ -175,6 +175,9 @@ class Sources(Insides):
             return interesting(value)
         if kind == "attr":
             return [value for owner in self._values(frame, of) for value in self.attribute(owner, source[2])]
+        if kind == "matched":
+            names = [(owner, name) for owner in self._values(frame, of) for name in self._match_args(owner)]
+            return [value for owner, name in names for value in self.attribute(owner, name)]
         if kind == "import":
             return self._import(frame, *source[1:])
         if kind in ("result", "called"):
@@ -327,6 +330,13 @@ class Sources(Insides):
             or (each[0] == "result" and each[1] in frame.calls.heard)
             for each in kinds
         )
+
+    def _match_args(self, owner: Any) -> Iterable[str]:
+        """The attributes that a pattern of an object's classes may read by position."""
+        kinds = [each for each in type(owner).__mro__ if type(vars(each).get("__match_args__")) is tuple]
+        for each in kinds:
+            self.class_name(each, "__match_args__")
+        return dict.fromkeys(name for each in kinds for name in vars(each)["__match_args__"])
 
     def _each(self, frame: Frame, owner: Any) -> list[Any]:
         self.whole(owner, frame.where)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from bridge.guards.kinds import contents_of
+from bridge.guards.kinds import PLAIN, contents_of
 from bridge.guards.recording import Reads
 from bridge.guards.watched import ABSENT, Contents, Name, Place
 from bridge.state import Snapshot
@@ -52,7 +52,20 @@ class Undo:
         found += [] if self._tree is None else _of_tree(self._tree)
         settling = Settling(found)
         settling.undo()
-        return settling if found and not self.is_later else None
+        if not found or self.is_later:
+            return None
+        settling.reads = [(item, item.read()) for reads in self.runs[:-1] for item in _read_by(reads)]
+        return settling
+
+
+def _read_by(reads: Reads) -> Iterator[Any]:
+    """The places that a run has read: outside of modules, and plain attributes of modules."""
+    yield from (item for key, item in reads.items.items() if key in reads.first)
+    for module, names in [(each(), names) for each, names in reads.modules.values()]:
+        held = vars(module)
+        for name in held.keys() if "*" in names else held.keys() & names:
+            if type(held[name]) in PLAIN:
+                yield Name(held, name, Place("attribute", name, reads.place(module).of))
 
 
 def _of_tree(before: Snapshot) -> Iterator[tuple[Any, Any, Any]]:
@@ -74,10 +87,11 @@ class Settling:
 
     Attributes:
         done: whether they have been repeated.
+        reads: what the first call reads, perhaps it alone, with the values that the writes follow.
     """
 
     def __init__(self, places: Sequence[tuple[Any, Any, Any]]):
-        self._places, self.done = places, True
+        self._places, self.done, self.reads = places, True, ()
 
     def is_before(self) -> bool:
         """Whether all places hold their values from before the writes."""

@@ -244,7 +244,8 @@ class _Reader:
         results = list(values_in(row.results))
         fresh = [number for number in dict.fromkeys(results) if number not in self._now]
         draws = row.draws[1] - row.draws[0]
-        effect = _has_effect(row)
+        writes = any(name in str(row.op) for name in ("batch_norm", "instance_norm"))  # statistics
+        effect = writes or not list(values_in(row.results))
         if not (fresh or writes or draws or effect):
             return  # it returns its operands
         here = len(calls.rows)
@@ -376,11 +377,6 @@ def _alive(calls: RowCalls) -> RowCalls:
             left.made[value] = Producer(here, leaf)
         left.rows.append(row)
     return left
-
-
-def _has_effect(row: Row) -> bool:
-    """Whether a row has an effect beside its results: it has no result, or is a norm, which writes statistics."""
-    return not list(values_in(row.results)) or "batch_norm" in str(row.op) or "instance_norm" in str(row.op)
 
 
 def _is_barred(row: Row) -> bool:

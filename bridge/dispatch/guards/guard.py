@@ -205,6 +205,8 @@ class EntryGuard:
             if settling is not None:  # an eager call, or another entry's, has performed the writes
                 settling.done = True
             return inputs
+        for what in (item.place for item, then in settling.reads if item.differs(then)):
+            raise GuardFailure(MODULE, f"{what} changed")  # the first call would write something else
         settling.do()
         try:
             return self.check(call.module, call.args, call.kwargs, thorough)

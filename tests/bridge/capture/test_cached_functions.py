@@ -78,8 +78,7 @@ def empty():
 def test_what_they_give_is_computed_and_the_caches_hold_eagers(way, act):
     module, x = Net(way), torch.randn(3, 4)
     act(module, x)
-    most = 1 if act is add_tvm_dispatch else 0  # a small call is timed beside eager's, which fills them
-    assert all(each.cache_info().currsize <= most for each in CACHES)
+    assert not any(each.cache_info().currsize for each in CACHES), "a small call would be timed beside eager's"
     got = module(x)
     if act is add_tvm_dispatch:
         assert stats(module).hits == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -123,3 +124,66 @@ def test_an_attribute_of_a_parameter_that_forward_reads_is_guarded():
     module.linear.weight = nn.Parameter(module.linear.weight.detach())
     torch.testing.assert_close(module(x), wanted)
     assert stats(module).hits == 2
+
+
+class Lazy:
+    """What it computes once is kept until it is deleted."""
+
+    base, made = 2.0, None
+
+    def __init__(self):
+        self.table = {}
+
+    @functools.cached_property
+    def cached(self):
+        return self.base
+
+    def once(self):
+        if self.made is None:
+            self.made = self.computed()
+        return self.made
+
+    def entry(self):
+        if "n" not in self.table:
+            self.table["n"] = self.computed()
+        return self.table["n"]
+
+    def computed(self):
+        return self.base * 2
+
+    def forget(self):
+        self.__dict__.pop("cached", None)
+        self.__dict__.pop("made", None)
+        self.table.clear()
+
+
+@pytest.mark.parametrize("changed", ["before the first call", "after the value is deleted", "nothing"])
+@pytest.mark.parametrize("read", [lambda o: o.cached, Lazy.once, Lazy.entry], ids=["cached_property", "once", "entry"])
+def test_what_the_first_call_alone_reads_is_a_condition_of_its_writes(read, changed):
+    class Own(Lazy):
+        pass
+
+    def step(i):
+        if i == (0 if changed == "before the first call" else 2 if changed != "nothing" else -1):
+            Own.base = 3.0
+        if i == 2:
+            own.forget()
+        value = Own.base if read(Own()) == Own.base else 2 * Own.base  # of a new object
+        x = double(i, 3, 4)
+        wanted = linear(x) * (value if i in (0, 2) else read(own))
+        torch.testing.assert_close(module(x), wanted, rtol=1e-12, atol=1e-12)
+        assert read(own) == value
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * read(own)
+
+    own, module = Own(), Scaled(4, 4).double()
+    linear = nn.Linear(4, 4).double()
+    linear.load_state_dict(module.state_dict())
+    add_tvm_dispatch(module, double(9, 3, 4))
+    assert not own.table and not {"cached", "made"} & vars(own).keys(), "adding leaves nothing"
+    for i in range(4):
+        step(i)
+    hits = stats(module).hits
+    assert hits == 4 if changed == "nothing" else hits < 4

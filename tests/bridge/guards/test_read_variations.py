@@ -96,6 +96,10 @@ def config(k):
     found = configparser.ConfigParser()
     found.read_dict({'a': {'k': str(k)}})
     return found
+def by_position(h):
+    kind = type(h)
+    match h:
+        case kind(k): return k
 def matched(h):
     match h:
         case {'k': k}: return k
@@ -327,6 +331,9 @@ accumulated: [1., K] | [*itertools.accumulate(h, operator.mul)][-1] | h[1] = 3.
 starmap: [(K, 1.)] | [*itertools.starmap(operator.mul, h)][0] | h[0] = (3., 1.)
 product: [K] | [*itertools.product(h, [1.])][0][0] | h[0] = 3.
 takewhile: [K, 0.] | sum(itertools.takewhile(bool, h)) | h[1] = 1.
+pattern by position: Data(K) | by_position(h) | h.k = 3.
+positions of a pattern: kind(__match_args__=('k',), j=3.)(K) | by_position(h) | type(h).__match_args__ = ('j',)
+behind a pattern by position: Data(NS(k=K)) | by_position(h).k | h.k.k = 3.
 grouped: [K] | [k for k, _ in itertools.groupby(h)][0] | h[0] = 3.
 longest: [K] | [*itertools.zip_longest(h, [])][0][0] | h[0] = 3.
 signature: (lambda k=K: k) | inspect.signature(h).parameters['k'].default | h.__defaults__ = (3.,)
