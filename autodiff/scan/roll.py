@@ -254,12 +254,18 @@ class _Roller(LoopReplay):
         fields = [self.body.binding(field) for field in binding.value.args[0].fields]
         if None in fields or len({shape(field.var) for field in fields}) > 1:
             return None
-        values = [_unviewed(field) for field in fields]
+        values = [self._leaving(field) for field in fields]
         part, axis = shape(fields[0].var), binding.value.attrs.axis
         if len(fields) < 2 or len(self.adjacent(values)) > 1 or self._is_taken(values[0]):
             return None
         whole = self.out.reshaped(self.of_steps(values), (len(fields), *part))
         return op.reshape(self.out.to_dim(whole, 0 if axis is None else int(axis) % len(part)), shape(binding.var))
+
+    def _leaving(self, value: Binding) -> Binding:
+        """The value under the reshapes after a loop: the step's result that leaves it, perhaps a reshape itself."""
+        while value.value is not None and value.op in RESHAPES and self.place(value) is None:
+            (value,) = value.reads
+        return value
 
     def _is_taken(self, value: Binding) -> bool:
         number, _, producer = self.place(value)

@@ -124,12 +124,21 @@ def constants_parts(scope, h, x, w):
     return forward(scope, h, x, w)
 
 
+def reshaped_twice(scope, h, x, w):
+    """A step's result is reshaped in the loop, and again after it, as Jamba's state-space layers do."""
+    ys = []
+    for index in range(STEPS):
+        h = cell(scope, h, part(scope, x, index), w)
+        ys.append(scope.emit(op.reshape(scope.emit(op.sin(h)), [6])))
+    return [joined(scope, [scope.emit(op.reshape(each, [3, 2])) for each in ys])]
+
+
 LOOPS = {
     each.__name__: (each, scans)
     for each, scans in (
         *((forward, 1), (backward, 1), (parts_before, 1), (looks_back, 1), (of_middle_axis, 1)),
         *((other_steps_first, 1), (inputs_products, 1), (inputs_products_and_bias, 1), (two_loops, 2)),
-        (constants_parts, 1),
+        *((constants_parts, 1), (reshaped_twice, 1)),
     )
 }
 
