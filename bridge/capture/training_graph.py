@@ -20,7 +20,7 @@ from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, fixed
 from bridge.capture.custom_functions import FUNCTION, WITH_GRADIENT
-from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, STOPPED
+from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, STOPPED, written
 from bridge.capture.recorder import READS
 from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
 
@@ -123,15 +123,18 @@ class _Builder:
         node = self.made.graph.create_node("call_function", row.op, args, kwargs, name=name)
         node.meta.update(self._told(index, row))
         node.meta[OF] = row.op
+        same = set[int]()  # an operator under no_grad that does nothing returns its operand, still tracked
         if self.grad and not row.grad and not inside:
             node.meta[STOPPED] = True
+            same.update(() if written(node) else values_in((row.args, row.kwargs)))
         if isinstance(row.results, ValueRef):
             node.meta["val"] = self.fakes[row.results.number]
-            self.env[row.results.number] = node
+            if row.results.number not in same:
+                self.env[row.results.number] = node
         elif isinstance(row.results, tuple | list):
             node.meta["val"] = mapped(row.results, ValueRef, lambda value: self.fakes[value.number])
             for place, each in enumerate(row.results):
-                if isinstance(each, ValueRef):
+                if isinstance(each, ValueRef) and each.number not in same:
                     self.env[each.number] = item = self.made.graph.call_function(operator.getitem, (node, place))
                     item.meta.update(node.meta, val=self.fakes[each.number])
         else:

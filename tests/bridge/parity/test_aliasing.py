@@ -79,6 +79,22 @@ class DetachThenCompute(nn.Module):
         return y.add_(1) * x
 
 
+class StaysItselfWithoutGrad(nn.Module):
+    """Operators that do nothing return their operand, which autograd still follows; so does a module's ``to``."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.linear.to(x.device)
+        y = self.linear(x)
+        with torch.no_grad():
+            same, (whole, _) = y.contiguous(), torch.atleast_1d(y, x)
+            viewed = same.view(-1)
+        return same * y.sin() + whole * viewed.view_as(y)
+
+
 class CumulativeTwice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -96,6 +112,7 @@ MODULES = [
     DetachedConstant,
     MadeWithoutGradWrittenLater,
     DetachThenCompute,
+    StaysItselfWithoutGrad,
     CumulativeTwice,
 ]
 
