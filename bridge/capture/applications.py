@@ -1,7 +1,7 @@
 """Applications: a custom ``autograd.Function`` that a program runs as it is, in one library call for its forward and
 one for its backward.
 
-State: autograd's node of the user's Function has what its backward needs. The last result of the forward call is a
+State: autograd's node of the user's Function holds the tensors and numbers for its backward. The last result of the forward call is a
 tensor that stands for the node, which lives as long as the tensor's memory.
 
 Memory: the program reuses the memory of its values. The first application shows which arguments the Function keeps, and

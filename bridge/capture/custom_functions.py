@@ -397,7 +397,7 @@ def _passed_to(handler: Callable[[type, tuple, dict[str, Any]], Any] | None) -> 
 
 @dataclass
 class Chosen:
-    """Functions that are opaque in this thread's captures, and those that were applied."""
+    """Functions that are opaque in this thread's captures, and all Functions that were applied."""
 
     kinds: frozenset[type] = frozenset()
     applied: set[type] = field(default_factory=set)

@@ -1,7 +1,7 @@
 """Opaque Functions: a custom ``autograd.Function`` whose operators cannot be recorded → a Function that can be traced.
 
 Its forward and its backward call one operator each, and the program runs the user's code for it
-(:mod:`bridge.capture.applications`). The first application shows what the Function does with its arguments.
+(:mod:`bridge.capture.applications`). The first application shows which arguments the Function keeps and changes.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Opaque:
         draws: the draws of the run so far.
         protect: called with each tensor that an application may write.
         applied: keys of the applications, in order.
-        known: those of the real run, for a run on fake tensors; ``None``: this is the real run.
+        known: the keys of the real run, for a run on fake tensors; ``None``: this is the real run.
         made: memory that the Functions have made.
     """
 
@@ -199,7 +199,7 @@ class Opaque:
     def _first(
         self, application: Application, tensors: Sequence[torch.Tensor]
     ) -> tuple[Application, list[torch.Tensor]]:
-        """Runs an application for the first time, forward and backward, and notes what it does."""
+        """Runs an application for the first time, forward and backward → with its results' forms and its effects noted; its tensors."""
         before, drawn = [each.detach().clone() for each in tensors], len(self.draws)
         for each in tensors:
             self.protect(each)

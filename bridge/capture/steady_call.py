@@ -124,7 +124,7 @@ def _refusal_in(error: BaseException | None) -> UnsupportedModule | None:
 
 
 def _untraced(chosen: Chosen, refusal: UnsupportedModule) -> set[type]:
-    """The Functions to run as they are in another attempt: those that a refusal names, or all that were applied."""
+    """The Functions to run as they are in another attempt: the ones that a refusal names, or all."""
     more = chosen.applied - chosen.kinds
     names = {each.op for each in refusal.ops}
     return {each for each in more if f"autograd.Function {each.__name__}" in names} or more
