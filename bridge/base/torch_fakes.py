@@ -19,7 +19,7 @@ import torch
 
 from bridge.base.errors import is_user_file
 from bridge.base.torch_autograd import no_torch_dispatch
-from bridge.base.torch_internals import FakeTensor, FakeTensorMode, find, neg_view
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, HigherOrderOperator, find, neg_view
 
 __all__ = ["attributes_set_on", "clear_fake_memo", "fake_mode", "fake_of", "fake_state", "fake_type_hidden"]
 __all__ += ["meta_tensor", "new_fake", "outside_graph", "stand_in"]
@@ -27,12 +27,27 @@ __all__ += ["meta_tensor", "new_fake", "outside_graph", "stand_in"]
 find("torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access")
 
 
+_FAKE_FORMS: dict[Any, Any] = find("torch._higher_order_ops.utils.registered_hop_fake_fns", {})
+"""Higher-order operators whose form for fake tensors the mode itself calls, by version of torch."""
+
+
 class _FakeMode(FakeTensorMode):
-    """A fake mode under which Dynamo compiles nothing: compiled functions run eager, as under other modes."""
+    """A fake mode under which Dynamo compiles nothing: compiled functions run eager, as under other modes.
+
+    Higher-order operators, as a Triton kernel in an operator's fake form, follow torch's rules for fake tensors, which
+    torch looks up by the mode's exact class.
+    """
+
+    supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if isinstance(func, HigherOrderOperator) and func not in _FAKE_FORMS:
+            return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def fake_mode(**options: Any) -> Any:

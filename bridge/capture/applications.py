@@ -1,8 +1,8 @@
 """Applications: a custom ``autograd.Function`` that a program runs as it is, in one library call for its forward and
 one for its backward.
 
-State: autograd's node of the user's Function holds the tensors and numbers for its backward. The last result of the forward call is a
-tensor that stands for the node, which lives as long as the tensor's memory.
+State: autograd's node of the user's Function holds the tensors and numbers for its backward. The last result of the
+forward call is a tensor that stands for the node, which lives as long as the tensor's memory.
 
 Memory: the program reuses the memory of its values. The first application shows which arguments the Function keeps, and
 which it changes: these are copied. Others are lent: tensors with a storage of their own, which must be gone afterwards.
@@ -20,7 +20,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from bridge.base.modes import autocast_to
 from bridge.base.torch_autograd import FunctionNode, apply_function
 from bridge.base.torch_internals import VF, pytree, storage_id
 
@@ -33,7 +32,7 @@ __all__ = [
     "form_of",
     "key_of_application",
 ]
-__all__ += ["lent", "of_tensors", "outer_leaves", "run_backward", "tensors_in"]
+__all__ += ["autocast_of", "lent", "of_tensors", "outer_leaves", "run_backward", "tensors_in"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor."""
@@ -47,7 +46,7 @@ class Application:
         kind: the Function.
         spec, constants: the structure of its arguments, and their leaves with ``None`` for tensors.
         given: form of each tensor argument, and whether autograd tracks it.
-        grad, casts: grad mode and autocast's dtype around it.
+        grad, casts: grad mode around it, and the device type and dtype of autocast.
         results: form of each result, and whether it has a gradient; ``None`` for a result that is ``None``.
         is_tuple: whether it returns a tuple.
         kept, changed: tensor arguments that it keeps after its forward, and that its forward changes.
@@ -59,7 +58,7 @@ class Application:
     constants: tuple[Any, ...]
     given: tuple[tuple[Form, bool], ...]
     grad: bool
-    casts: torch.dtype | None
+    casts: tuple[str, torch.dtype | None]
     results: tuple[tuple[Form, bool] | None, ...] = ()
     is_tuple: bool = False
     kept: frozenset[int] = frozenset()
@@ -72,10 +71,13 @@ class Application:
         return [place for place, each in enumerate(self.constants) if each is TENSOR]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-        """Applies the Function to tensors outside of autograd's graph → its results and its node in a graph."""
+        """Applies the Function to tensors outside of autograd's graph → its results, and a tensor behind its node.
+
+        A reference to a node keeps its saved tensors in some versions of torch only, another node's edge in all.
+        """
         leaves = list(self.constants)
         followed = [each for each, (_, follows) in zip(tensors, self.given, strict=True) if follows]
-        with torch.set_grad_enabled(self.grad), autocast_to(self.casts):
+        with torch.set_grad_enabled(self.grad), autocast_of(*self.casts):
             if self.grad and followed:
                 entered = iter(apply_function(_Entered, (VF.empty(0).requires_grad_(), *followed), {}))
                 tensors = [
@@ -84,8 +86,9 @@ class Application:
             for place, each in zip(self.places, tensors, strict=True):
                 leaves[place] = each
             made = apply_function(self.kind, tuple(pytree.tree_unflatten(leaves, self.spec)), {})
-        node = next((each.grad_fn for each in tensors_in(made) if isinstance(each.grad_fn, FunctionNode)), None)
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made), node
+            followed = [each for each in tensors_in(made) if isinstance(each.grad_fn, FunctionNode)]
+            behind = apply_function(_Behind, (followed[0],), {}) if followed else None
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made), behind
 
     def upstream(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Gradients of the results with one → a gradient for each result; zeros for others, as autograd makes them."""
@@ -110,7 +113,7 @@ _KEYS: dict[Application, str] = {}
 _PROCESS = uuid.uuid4().hex
 """Part of the keys: a program that is kept on disk must not find another process's Function."""
 _NODES: dict[int, Any] = {}
-"""The memory of the tensor that stands for a node → the node, and the gradients of its own arguments."""
+"""The memory of the tensor that stands for a node → a tensor behind it."""
 
 
 class _Entered(torch.autograd.Function):
@@ -123,6 +126,18 @@ class _Entered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
         return (None,) * (1 + len(grads))
+
+
+class _Behind(torch.autograd.Function):
+    """A tensor → an empty one, whose node has an edge to the tensor's node."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return VF.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
 
 
 def tensors_in(made: Any) -> list[torch.Tensor]:
@@ -162,7 +177,7 @@ def _apply(application: Application, tensors: Sequence[torch.Tensor]) -> list[to
         for place, each in enumerate(given)
         if place not in kept and each.numel()
     }
-    made, node = application.run(given)
+    made, behind = application.run(given)
     results = [each for each in (made if application.is_tuple else (made,)) if each is not None]
     wanted = [each[0] for each in application.results if each is not None]
     if [(tuple(each.shape), each.dtype) for each in results] != [(shape, dtype) for shape, _, dtype in wanted]:
@@ -178,7 +193,7 @@ def _apply(application: Application, tensors: Sequence[torch.Tensor]) -> list[to
     if more := {place for place, each in borrowed.items() if not each.expired()}:
         _KEPT[application] |= more
         return _apply(application, tensors)
-    return [*results, *now, _standing_for(node, tensors[0].device)]
+    return [*results, *now, _standing_for(behind, tensors[0].device)]
 
 
 _KEPT: dict[Application, set[int]] = {}
@@ -195,12 +210,12 @@ def _passed(application: Application, place: int, tensor: torch.Tensor, is_kept:
     return own if is_kept else lent(own)
 
 
-def _standing_for(node: Any, device: torch.device) -> torch.Tensor:
-    """A new tensor for a node, which lives as long as the tensor's memory."""
+def _standing_for(behind: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """A new tensor for the node of an application, which lives as long as the tensor's memory."""
     state = VF.empty(1, dtype=torch.uint8, device=device)
     storage = state.untyped_storage()
     key = storage_id(state)
-    _NODES[key] = node
+    _NODES[key] = behind
     weakref.finalize(storage, _NODES.pop, key, None).atexit = False
     return state
 
@@ -237,11 +252,11 @@ def backward_opaque(key: str, state: torch.Tensor, *gradients: torch.Tensor) -> 
     """
     application = _APPLICATIONS[key]
     name = application.kind.__name__
-    node = _NODES.get(storage_id(state))
-    if node is None:
+    behind = _NODES.get(storage_id(state))
+    if behind is None:
         raise RuntimeError(f"autograd.Function {name}: the tensor that stands for its saved state is another one")
     upstream = application.upstream([each.clone() for each in gradients])
-    found = of_tensors(application, run_backward(node, upstream))
+    found = of_tensors(application, run_backward(application, behind, upstream))
     made = []
     for each, has_one, (form, _) in zip(found, application.gradients, application.given, strict=True):
         if each is not None and not has_one:
@@ -252,8 +267,15 @@ def backward_opaque(key: str, state: torch.Tensor, *gradients: torch.Tensor) -> 
     return tuple(made)
 
 
-def run_backward(node: Any, upstream: Sequence[torch.Tensor | None]) -> list[Any]:
-    with torch.no_grad(), autocast_to(None):
+def autocast_of(kind: str, dtype: torch.dtype | None) -> torch.autocast:
+    """A context in which a device type's autocast casts to this dtype; ``None``: in which it is off."""
+    return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+
+
+def run_backward(application: Application, behind: torch.Tensor, upstream: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Runs the backward of an application → its arguments' gradients; ``behind``: see :meth:`Application.run`."""
+    (node, _), *_ = behind.grad_fn.next_functions
+    with torch.no_grad(), autocast_of(application.casts[0], None):
         found = node.apply(*upstream)
     return list(found) if isinstance(found, tuple) else [found]
 

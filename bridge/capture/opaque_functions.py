@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported
 from bridge.base.modes import ambient_autocast, replaced
 from bridge.base.pytrees import is_plain
@@ -189,7 +190,9 @@ class Opaque:
         flags = [flag for arg, flag in zip(args, follows, strict=True) for _ in pytree.tree_leaves(arg)]
         pairs = zip(leaves, flags, strict=True)
         given = tuple((form_of(each), flag) for each, flag in pairs if isinstance(each, torch.Tensor))
-        application = Application(kind, spec, constants, given, any(follows), ambient_autocast())
+        application = Application(
+            kind, spec, constants, given, any(follows), (current_device().type, ambient_autocast())
+        )
         application, results = unrecorded(self._first, (application, tensors), {})
         key = key_of_application(application)
         self.applied.append(key)
@@ -199,7 +202,7 @@ class Opaque:
     def _first(
         self, application: Application, tensors: Sequence[torch.Tensor]
     ) -> tuple[Application, list[torch.Tensor]]:
-        """Runs an application for the first time, forward and backward → with its results' forms and its effects noted; its tensors."""
+        """Runs an application for the first time, forward and backward → it with forms and effects; its tensors."""
         before, drawn = [each.detach().clone() for each in tensors], len(self.draws)
         for each in tensors:
             self.protect(each)
@@ -208,7 +211,7 @@ class Opaque:
             given = [lent(each) for each in tensors]
             kept = [StorageWeakRef(each.untyped_storage()) for each in given]
             addresses = {storage_id(each) for each in given}
-            made, node = application.run(given)
+            made, behind = application.run(given)
             del given
             self.made |= inside.memory
             results = list(made) if isinstance(made, tuple) else [made]
@@ -219,7 +222,7 @@ class Opaque:
             memory = [storage_id(each) for each in tensors_in(results)]
             if len({*memory}) < len(memory) or not addresses.isdisjoint(memory):
                 raise NotTraceable("returns an argument, a view of it or a tensor twice, and cannot be traced")
-            has_gradient = node is not None
+            has_gradient = behind is not None
             if noted.partial and len(memory) > 1:
                 raise NotTraceable("has several outputs, and takes None for the gradients of those that are not used")
             forms = tuple(
@@ -237,7 +240,9 @@ class Opaque:
             if has_gradient:
                 zeros = [VF.zeros(each.shape, dtype=each.dtype, device=each.device) for each in tensors_in(results)]
                 differentiable = [each for each, form in zip(zeros, filter(None, forms), strict=True) if form[1]]
-                gradients = of_tensors(application, run_backward(node, application.upstream(differentiable)))
+                gradients = of_tensors(
+                    application, run_backward(application, behind, application.upstream(differentiable))
+                )
                 if any(each._version for each in differentiable):
                     raise NotTraceable("its backward changes a tensor in place that was there before")
         if len(self.draws) != drawn:

@@ -169,6 +169,38 @@ def test_training_is_eagers(use):
     assert stats(module).hits == 7 and not stats(module).misses
 
 
+class Cast(torch.autograd.Function):
+    """Its result's type is its argument's, which autocast decides."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        y = torch.empty_like(x)
+        ctypes.memmove(y.data_ptr(), x.data_ptr(), x.nbytes)
+        ctx.save_for_backward(y, w)
+        return torch.mm(y, w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, w = ctx.saved_tensors
+        return torch.mm(grad.to(w.dtype), w.t()) * float(y.numel()), None
+
+
+def test_autocast_is_as_around_the_call():
+    module = Model(lambda m, h: Cast.apply(h, m.weight.detach())).float()
+    eager, x = copy.deepcopy(module), torch.randn(3, 4)
+    found = []
+    for each in (module, eager):
+        with torch.autocast("cpu", torch.bfloat16):
+            if each is module:
+                add_tvm_dispatch(module, x)
+            y = each(x)
+        y.float().sum().backward()
+        found.append((y, each.layer.weight.grad))
+    assert found[0][0].dtype == found[1][0].dtype == torch.bfloat16 and stats(module).hits == 1
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_saved_state_lives_as_long_as_the_graph():
     module = Model(USES["NumPy"])
     add_tvm_dispatch(module, x := torch.randn(3, 4, dtype=torch.float64))
@@ -305,3 +337,27 @@ def test_another_form_is_an_error():
     module(x)
     with pytest.raises(RuntimeError, match="Changing returns"):
         module(x * 1e6)
+
+
+@torch.library.custom_op("tvm_dispatch_tests::doubled", mutates_args={})
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x):
+    made = torch.empty_like(x)
+    return torch.ops.higher_order.cond(torch.ones((), dtype=torch.bool), torch.clone, torch.clone, (made,))
+
+
+doubled.register_autograd(lambda ctx, grad: doubled(grad))
+
+
+def test_an_operator_whose_fake_form_calls_a_higher_order_operator():
+    """As an operator of ``triton_op`` does, whose fake form launches the kernel by a higher-order operator."""
+    module = Model(lambda m, h: torch.ops.tvm_dispatch_tests.doubled(h).tanh())
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, torch.randn(3, 4, dtype=torch.float64))
+    for ours, theirs in zip(steps(module), steps(eager), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 6
