@@ -99,12 +99,16 @@ def partial_sum() -> tuple[Any, ...]:
     return (sys.modules[_PACKAGE].placement_types.Partial(),)
 
 
-def changes_dtype(options: Any, dtype: torch.dtype) -> bool:
-    """Whether a redistribution computes in another type than the tensor's, forward or backward."""
-    if not isinstance(options, dict):
-        return options is not None
-    flat = {**options, **options.get("backward_options", {})}
-    return any(value not in (None, dtype) for name, value in flat.items() if name.endswith("dtype"))
+def changes_dtype(options: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether a redistribution computes in another type than the tensor's, forward or backward.
+
+    ``options``: the forward's dtype and the backward's, or one dictionary with both, by version of torch.
+    """
+    for each in options:
+        flat = {**each, **each.get("backward_options", {})} if isinstance(each, dict) else {"dtype": each}
+        if any(value not in (None, dtype) for name, value in flat.items() if name.endswith("dtype")):
+            return True
+    return False
 
 
 def output_sharding(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -330,7 +330,7 @@ class DistributedTensors:
         self._check(spec)
         return self._noted(make, spec, local)
 
-    def _redistribute(self, tensor, mesh, placements, async_op, options) -> Any:
+    def _redistribute(self, tensor, mesh, placements, async_op, *options) -> Any:
         one = self._of("DTensor.redistribute", tensor)
         if len(placements) != 1 or mesh != tensor._spec.mesh or changes_dtype(options, tensor.dtype):
             self._refuse("DTensor.redistribute", "to another mesh or another dtype", _LOCAL)

@@ -163,8 +163,7 @@ class Opaque:
 
     def leaks(self, free: Iterable[tuple[torch.Tensor, int]]) -> list[Unsupported]:
         """Refusals of tensors that the Functions have made, and that forward got otherwise than as their results."""
-        found = [storage_id(each) for each, _ in free]
-        if self.made.keys().isdisjoint(found):
+        if not self.made or self.made.keys().isdisjoint([storage_id(each) for each, _ in free]):
             return []
         reason = "a tensor that its forward or backward makes is used outside of it, and it cannot be traced"
         names = dict.fromkeys(application_of(key).kind.__name__ for key in self.applied)

@@ -192,7 +192,10 @@ class Protected:
         self._versions: list[tuple[torch.Tensor, int]] = []
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Protects the memory of a tensor from elsewhere."""
+        """Protects the memory of a tensor from elsewhere; :class:`UnsupportedModule` for a sparse one."""
+        if tensor.layout is not torch.strided:
+            problem = Unsupported("a tensor that forward reads", line_of_forward(), f"layout {tensor.layout}")
+            raise UnsupportedModule("", [problem])
         if (memory := memory_of(tensor)) is not None:
             self._memory.add(memory)
 
@@ -221,12 +224,12 @@ def paths_of(module: nn.Module) -> dict[int, str]:
 
 
 def attributes_of(module: nn.Module, known: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that are plain attributes of modules, by path; each once."""
+    """Tensors that are plain attributes of modules, by path; each once. Forward's reads of sparse ones are refused."""
     seen = set(map(id, known))
     found: dict[str, torch.Tensor] = {}
     for path, each in module.named_modules():
         for name, value in own_attributes(each):
-            if isinstance(value, torch.Tensor) and id(value) not in seen:
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and id(value) not in seen:
                 seen.add(id(value))
                 found[f"{path}.{name}" if path else name] = value
     return found

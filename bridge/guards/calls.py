@@ -286,6 +286,8 @@ class CallAnalysis(Sources):
                     of_class = [value for each in fields_of(owner) for value in self.attribute(owner, each)]
                     held = owner.__dict__ if is_a(owner, threading.local) else dict_of(owner) or {}
                     for value in (*held.values(), *of_class):
+                        if self.knows(owner):
+                            self.know(value, self.place(owner))
                         self._result(known.calls.called, place, value, known)
             for each in interesting(args[2][0]) if len(args) > 2 and args[2] else ():
                 self._result(known.calls.called, place, each, known)

@@ -18,6 +18,9 @@ from bridge.guards.world import World
 
 __all__ = ["Insides"]
 
+_DEEP = 5
+"""Levels of objects inside of each other."""
+
 
 class Insides(World):
     """A world whose objects' contents are noted as well; ``writes``: how often contents may have been written."""
@@ -128,11 +131,15 @@ class Insides(World):
         else:
             self.refuse_unwatched(value, str(self.place(value)), where)
 
-    def deep(self, value: Any, levels: int = 5) -> None:
+    def deep(self, value: Any, levels: int = _DEEP) -> None:
         """Notes reads of everything inside an object."""
         if type(value) in PLAIN or value is ABSENT or not levels:
             return
         if not self.knows(value):
+            for kind in type(value).__mro__ if levels == _DEEP else ():
+                if not (kind in PLAIN or is_library(kind)):  # its entries show in the object
+                    self.know(kind, Place("class", kind.__name__))
+                    self.all(kind)
             return self.strangers.note(value, ("deep",))
         self.whole(value)
         for name in value.__code__.co_names if is_a(value, FunctionType) else ():

@@ -238,3 +238,21 @@ def test_nested_tensors_made_in_forward_are_refused_by_name(kind):
     module = Calls(MAKE_NESTED[kind])
     with pytest.raises(UnsupportedModule, match=r"nested tensor[\s\S]*test_refusal_words.py:\d+: "):
         add_tvm_dispatch(module, torch.randn(3, 4))
+
+
+class ReadsSparse(torch.nn.Module):
+    def __init__(self, where, sparse):
+        super().__init__()
+        self.linear, self.where = torch.nn.Linear(4, 4), where
+        self.held = {"an attribute": sparse, "a list": [sparse], "a closure": lambda: sparse}[where]
+
+    def forward(self, x):
+        held = self.held
+        return (held[0] if self.where == "a list" else held() if self.where == "a closure" else held) @ self.linear(x)
+
+
+@pytest.mark.parametrize("where", ["an attribute", "a list", "a closure"])
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc])
+def test_a_sparse_tensor_from_elsewhere_is_refused_by_its_layout(where, make):
+    with pytest.raises(UnsupportedModule, match="layout torch.sparse"):
+        add_tvm_dispatch(ReadsSparse(where, make(torch.eye(3))), torch.randn(3, 4), whole=True)

@@ -24,6 +24,9 @@ class Cfg:
     def get(self): return self.k
 """
 CHANGED = """
+getmembers of a new object: class C: k = 2. | dict(inspect.getmembers(C()))['k'] | C.k = 3.
+module's computed name: D = types.ModuleType('d'); D.v = type('KK', (), {}); H = [D]
+  | float(len(getattr(H[0], chr(118)).__name__)) | D.v.__name__ = 'KKK'
 slice of a list: H = [2.] | H[:1][0] | H[0] = 3.
 computed key: H = {'k1': 2.} | H[f'k{1}'] | H['k1'] = 3.
 key by str(): H = {'1': 2.} | H[str(1)] | H['1'] = 3.
