@@ -40,7 +40,8 @@ class Changes:
             ``None``: no replacement.
 
     Attributes:
-        items: the places, each once. ``first``: their values when they were first read, by the same keys.
+        items: the places, each once. ``first``: their values when they were first read, by the same keys; ``by_imports``: 
+            the values that imports in forward have set.
         later: keys of places that eager's backward reads as well. ``written``: keys of places that forward sets.
         attributes: attributes of the tree's modules that eager's backward reads.
         refused: the refusal of a side effect outside of the call that cannot be undone.
@@ -51,6 +52,7 @@ class Changes:
         self._replaced: list[tuple[Any, Any, Any]] = []
         self.items: dict[tuple, Any] = {}
         self.first: dict[tuple, Any] = {}
+        self.by_imports: dict[tuple, Any] = {}
         self.later, self.written = set[tuple](), set[tuple]()
         self.attributes: dict[tuple, Any] = {}
         self.refused: UnsupportedModule | None = None
@@ -115,10 +117,15 @@ class Changes:
         return {key: self.items[key].read() for key in self.first}
 
     def imported(self, state: dict[tuple, Any]) -> None:
-        """Takes over the changes since ``state`` of a first import: another call does not repeat it."""
+        """Notes the changes since ``state`` of a first import, which stay: another call does not repeat it."""
         for key, then in state.items():
             if self.items[key].differs(then):
-                self.first[key] = self._read(self.items[key])
+                self.by_imports[key] = self._read(self.items[key])
+
+    @property
+    def earlier(self) -> dict[tuple, Any]:
+        """The value of each place before the run, with the changes by imports."""
+        return self.first | self.by_imports
 
     @contextmanager
     def unchanged(self) -> Iterator[list[str]]:
@@ -153,7 +160,7 @@ class Changes:
     def restore(self, state: dict[tuple, Any] | None = None) -> list[Any]:
         """Restores all places to their first values, or to ``state``; returns the places that held another value."""
         found = []
-        for key, then in (self.first if state is None else state).items():
+        for key, then in (self.earlier if state is None else state).items():
             item = self.items[key]
             if getattr(item, "running", None) is not None:  # a copy, which ends with the run
                 continue

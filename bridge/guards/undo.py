@@ -44,7 +44,7 @@ class Undo:
         """Restores the places that the runs wrote; returns the writes to repeat, or ``None``."""
         written: dict[tuple, tuple[Any, Any, Any]] = {}
         for reads in self.runs:
-            for key, then in reads.first.items():
+            for key, then in reads.earlier.items():
                 item = reads.items[key]
                 if key not in written and getattr(item, "running", None) is None:
                     written[key] = item, then, item.read()

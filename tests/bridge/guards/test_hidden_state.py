@@ -396,15 +396,16 @@ def test_what_forward_prints_is_said_once_and_printed_once(capsys, caplog):
     assert "spoken" not in capsys.readouterr().out and stats(module).hits == 1
 
 
-def test_an_attribute_of_a_result_is_refused():
+def test_an_attribute_of_a_result_is_set_on_each():
     class Tagged(Net):
         def forward(self, x):
             result = self.linear(x)
             result.tag = 1
             return result
 
-    with pytest.raises(UnsupportedModule, match=r"result\.tag"):
-        add_tvm_dispatch(Tagged(None, None), torch.randn(3, 4))
+    module = add_tvm_dispatch(Tagged(None, None), torch.randn(3, 4))
+    results = [module(torch.randn(3, 4)) for _ in range(2)]
+    assert [each.tag for each in results] == [1, 1] and stats(module).hits == 2
 
 
 def test_a_file_in_memory_is_no_file():
