@@ -40,7 +40,7 @@ class Changes:
             ``None``: no replacement.
 
     Attributes:
-        items: the places, each once. ``first``: their values when they were first read, by the same keys; ``by_imports``: 
+        items: the places, each once. ``first``: their values when they were first read, by the same keys; ``by_imports``:
             the values that imports in forward have set.
         later: keys of places that eager's backward reads as well. ``written``: keys of places that forward sets.
         attributes: attributes of the tree's modules that eager's backward reads.

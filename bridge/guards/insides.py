@@ -136,7 +136,8 @@ class Insides(World):
         if type(value) in PLAIN or value is ABSENT or not levels:
             return
         if not self.knows(value):
-            for kind in type(value).__mro__ if levels == _DEEP else ():
+            of = value.kind if is_a(value, Instance) else type(value)
+            for kind in of.__mro__ if levels == _DEEP and not issubclass(of, nn.Module | torch.Tensor) else ():
                 if not (kind in PLAIN or is_library(kind)):  # its entries show in the object
                     self.know(kind, Place("class", kind.__name__))
                     self.all(kind)
