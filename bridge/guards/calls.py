@@ -6,7 +6,6 @@ import contextvars
 import functools
 import operator
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Iterable, Sequence
@@ -37,8 +36,6 @@ from bridge.guards.objects import (
     binds,
     class_entry,
     classes_in,
-    dict_of,
-    fields_of,
     identity_of,
     interesting,
     is_alive,
@@ -279,16 +276,8 @@ class CallAnalysis(Sources):
                 for each in names:
                     for value in self.attribute(owner, each):
                         self._result(known.calls.called, place, value, known)
-                if not names:
-                    self.all(owner)
-                    if is_a(owner, threading.local):
-                        self.whole(*self.attribute(owner, "__dict__"))
-                    of_class = [value for each in fields_of(owner) for value in self.attribute(owner, each)]
-                    held = owner.__dict__ if is_a(owner, threading.local) else dict_of(owner) or {}
-                    for value in (*held.values(), *of_class):
-                        if self.knows(owner):
-                            self.know(value, self.place(owner))
-                        self._result(known.calls.called, place, value, known)
+                for value in () if names else self.any_attribute(owner):
+                    self._result(known.calls.called, place, value, known)
             for each in interesting(args[2][0]) if len(args) > 2 and args[2] else ():
                 self._result(known.calls.called, place, each, known)
         elif name in ("vars", "dir"):

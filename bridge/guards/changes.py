@@ -40,8 +40,8 @@ class Changes:
             ``None``: no replacement.
 
     Attributes:
-        items: the places, each once. ``first``: their values when they were first read, by the same keys; ``by_imports``:
-            the values that imports in forward have set.
+        items: the places, each once. ``first``: their values when they were first read, by the same keys.
+        by_imports: values that a first import in forward has set, by the same keys.
         later: keys of places that eager's backward reads as well. ``written``: keys of places that forward sets.
         attributes: attributes of the tree's modules that eager's backward reads.
         refused: the refusal of a side effect outside of the call that cannot be undone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from bridge.guards.kinds import CONTAINERS, PLAIN, contents_of, is_a, is_iterator, is_key, parts_of
-from bridge.guards.objects import ANY, Instance, dict_of, interesting, is_library, names_of
+from bridge.guards.objects import ANY, Instance, dict_of, fields_of, interesting, is_library, names_of
 from bridge.guards.watched import ABSENT, MANY, Contents, Place, slot_of, slots_in, table_of
 from bridge.guards.world import World
 
@@ -156,6 +157,17 @@ class Insides(World):
         held = (*self.inside(value, 1), *(dict_of(value) or {}).values(), *slots)
         for each in of_class if is_a(value, type) else held:
             self.deep(each, levels - 1)
+
+    def any_attribute(self, owner: Any) -> list[Any]:
+        """The values of all attributes of an object, one of which is read by a computed name."""
+        self.all(owner)
+        if is_a(owner, threading.local):
+            self.whole(*self.attribute(owner, "__dict__"))
+        of_class = [value for each in fields_of(owner) for value in self.attribute(owner, each)]
+        held = owner.__dict__ if is_a(owner, threading.local) else dict_of(owner) or {}
+        for value in held.values() if self.knows(owner) else ():
+            self.know(value, self.place(owner))
+        return [*held.values(), *of_class]
 
     def moved(self, value: Any, where: str) -> None:
         """Refuses an iterator's advance."""
