@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.base.errors import is_user_file
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, HigherOrderOperator, find, neg_view
@@ -94,7 +95,7 @@ def fake_state(mode: Any, device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def _fake_names() -> frozenset[str]:
-    return frozenset(fake_state(fake_mode(), torch.device("cpu")))
+    return frozenset(fake_state(fake_mode(), HOST))
 
 
 def attributes_set_on(tensor: torch.Tensor) -> dict[str, Any]:

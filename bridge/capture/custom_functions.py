@@ -189,7 +189,7 @@ class CustomFunctions:
         name, where = kind.__name__, user_line(traceback.extract_stack()) or "forward"
         if (chosen := _chosen()) is not None and kind in chosen.kinds:
             kind = opaque(kind)
-        if name.startswith(_TORCHS_OWN):
+        if _is_torchs_own(kind):
             self.applied.lines[name] = where
             return apply_function(kind, args, kwargs)
         try:
@@ -369,7 +369,7 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any], distribut
             return made
         is_torchs = kind is INDEX or kind.__name__.startswith(GENERATED)
         is_opaque = False
-        if (chosen := _chosen()) is not None and current is not None and not is_torchs:
+        if (chosen := _chosen()) is not None and current is not None and not (is_torchs or _is_torchs_own(kind)):
             chosen.applied.add(kind)
             is_opaque = kind in chosen.kinds
         if current is None or is_torchs or not (is_opaque or torch.is_grad_enabled()):
@@ -393,6 +393,10 @@ def _passed_to(handler: Callable[[type, tuple, dict[str, Any]], Any] | None) -> 
         yield
     finally:
         _thread.handler = before
+
+
+def _is_torchs_own(kind: type) -> bool:
+    return kind.__name__.startswith(_TORCHS_OWN)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from bridge.base.errors import Unsupported
 from bridge.base.modes import ambient_autocast, replaced
 from bridge.base.pytrees import is_plain
 from bridge.base.torch_autograd import node_class
-from bridge.base.torch_internals import VF, TorchDispatchMode, pytree, storage_id
+from bridge.base.torch_internals import VF, TorchDispatchMode, current_graph_task_id, pytree, storage_id
 from bridge.base.torch_recording import own_operator, unrecorded
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.applications import (
@@ -120,13 +120,19 @@ BACKWARD = own_operator("backward_opaque(str key, Tensor state, Tensor[] gradien
 
 
 class _Made(TorchDispatchMode):
-    """While active, notes the memory of the tensors that operators make."""
+    """While active, notes the memory of the tensors that operators make.
+
+    Raises :class:`NotTraceable` in a backward that begins meanwhile: it might add to gradients that are the caller's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.memory: dict[int, StorageWeakRef] = {}
+        self._task = current_graph_task_id()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if current_graph_task_id() != self._task:
+            raise NotTraceable("runs a backward inside, and cannot be traced")
         made, given = func(*args, **(kwargs or {})), {storage_id(each) for each in tensors_in((args, kwargs))}
         for each in tensors_in(made):
             if storage_id(each) not in given:
@@ -206,7 +212,8 @@ class Opaque:
         for each in tensors:
             self.protect(each)
         noted, inside = NotedContext(application.kind), _Made()
-        with inside, saved_tensors_hooks(_itself, _itself), noted:
+        here = torch.autograd.set_multithreading_enabled(False)  # the mode sees a GPU's backward as well
+        with inside, saved_tensors_hooks(_itself, _itself), noted, here:
             given = [lent(each) for each in tensors]
             kept = [StorageWeakRef(each.untyped_storage()) for each in given]
             addresses = {storage_id(each) for each in given}

@@ -379,7 +379,7 @@ def _lowered_once(call: SampleCall, partition: Any, steady: bool, watch: Stopwat
         lowered = _lowered(captured, partition, watch)
         if key is not None:
             _remember(call_key, key, lowered)
-            if on_disk is not None and not captured.problems:
+            if on_disk is not None and not (captured.problems or captured.runs_python):
                 keep_lowering(on_disk, key, module, lowered)
         return lowered
 

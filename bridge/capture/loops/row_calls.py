@@ -244,8 +244,7 @@ class _Reader:
         results = list(values_in(row.results))
         fresh = [number for number in dict.fromkeys(results) if number not in self._now]
         draws = row.draws[1] - row.draws[0]
-        writes = any(name in str(row.op) for name in ("batch_norm", "instance_norm"))  # statistics
-        effect = writes or not list(values_in(row.results))
+        effect = not results or any(name in str(row.op) for name in ("batch_norm", "instance_norm"))  # statistics
         if not (fresh or writes or draws or effect):
             return  # it returns its operands
         here = len(calls.rows)

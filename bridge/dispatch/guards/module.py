@@ -177,6 +177,7 @@ class ModuleGuard:
         written = f"thorough or known is None or known.rebound != {rebound}[0]"
         if (version := write_counter()) is not None:
             dicts = f"[*map({attributes}, {modules}), *known.dicts]"
+            written += " or known.all_versions is None"
             written += f" or [*map({source.name(version, 'dict version')}, {dicts})] != known.all_versions"
         else:
             written = "True"

@@ -361,3 +361,32 @@ def test_an_operator_whose_fake_form_calls_a_higher_order_operator():
     for ours, theirs in zip(steps(module), steps(eager), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     assert stats(module).hits == 6
+
+
+WEIGHT = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+
+class Reversible(torch.autograd.Function):
+    """Its backward runs forward again, and adds to a parameter's gradient itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * WEIGHT.detach() * float(x.abs().max() > 0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (x * WEIGHT).backward(grad)
+        return x.grad
+
+
+def test_a_backward_that_adds_to_gradients_is_refused_and_adds_none():
+    module = Model(lambda m, h: Reversible.apply(h).tanh())
+    WEIGHT.grad = torch.full((4,), 2.0, dtype=torch.float64)
+    with pytest.raises(UnsupportedModule, match="runs a backward inside"):
+        add_tvm_dispatch(module, torch.randn(3, 4, dtype=torch.float64), whole=True)
+    assert torch.equal(WEIGHT.grad, torch.full((4,), 2.0, dtype=torch.float64))
+    assert all(each.grad is None for each in module.parameters())
