@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -189,6 +189,8 @@ class Opaque:
             raise NotTraceable("has no tensor argument")
         if any(each.is_complex() or each.layout is not torch.strided for each in tensors):
             raise NotTraceable("takes complex numbers or sparse tensors, and cannot be traced")
+        if closed := [each for name in _CODE for each in _closed_over(getattr(kind, name, None))]:
+            raise NotTraceable(f"closes over a {type(closed[0]).__name__}, and cannot be traced")
         constants = tuple(TENSOR if isinstance(each, torch.Tensor) else each for each in leaves)
         if odd := [each for each in constants if each is not TENSOR and not _is_constant(each)]:
             raise NotTraceable(f"takes a {type(odd[0]).__name__}, and cannot be traced")
@@ -257,6 +259,21 @@ class Opaque:
         values = [each.clone() for each in tensors_in(results)]
         values += [tensors[place].detach().clone() for place in sorted(application.changed)]
         return application, [*values, VF.empty(1, dtype=torch.uint8, device=tensors[0].device)]
+
+
+_CODE = ("forward", "setup_context", "backward")
+
+
+def _closed_over(function: Any) -> list[Any]:
+    """The objects in a function's closures that another call may have others of: no data, function, class or module."""
+    function, found = getattr(function, "__wrapped__", function), []
+    for cell in getattr(function, "__closure__", None) or ():
+        value = cell.cell_contents
+        if isinstance(value, FunctionType | staticmethod):
+            found += _closed_over(getattr(value, "__func__", value))
+        elif not (is_plain(value) or isinstance(value, type | ModuleType)):
+            found.append(value)
+    return found
 
 
 def _is_constant(value: Any) -> bool:

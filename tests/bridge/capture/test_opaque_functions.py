@@ -390,3 +390,24 @@ def test_a_backward_that_adds_to_gradients_is_refused_and_adds_none():
         add_tvm_dispatch(module, torch.randn(3, 4, dtype=torch.float64), whole=True)
     assert torch.equal(WEIGHT.grad, torch.full((4,), 2.0, dtype=torch.float64))
     assert all(each.grad is None for each in module.parameters())
+
+
+def test_a_function_that_closes_over_a_tensor_is_refused():
+    """Each call makes another class; the program would keep the first one's tensor."""
+
+    def then(m, h):
+        scale = m.weight.detach()[:, 0].exp()
+
+        class Local(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return torch.from_numpy(x.detach().numpy() * scale.numpy())
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * scale * float(grad.sum() != 0)
+
+        return Local.apply(h)
+
+    with pytest.raises(UnsupportedModule):
+        add_tvm_dispatch(Model(then), torch.randn(3, 4, dtype=torch.float64), whole=True)
