@@ -115,7 +115,7 @@ class WritesArgumentsError(Exception):
     arguments that it returns, positions of the others)."""
 
     def __init__(self, kind: type, returned: frozenset[int], others: frozenset[int]):
-        self.written = {kind: (returned, others)}
+        self.written = {name_of(kind): (returned, others)}
 
 
 class Overwritten(torch.autograd.Function):
@@ -149,7 +149,7 @@ class CustomFunctions:
         self,
         module_name: str,
         recorder: Any,
-        writing: Mapping[type, tuple[frozenset[int], frozenset[int]]] = MappingProxyType({}),
+        writing: Mapping[tuple[str, str], tuple[frozenset[int], frozenset[int]]] = MappingProxyType({}),
         known: Sequence[str] | None = None,
     ) -> None:
         self._module_name, self.writing = module_name, writing
@@ -187,7 +187,7 @@ class CustomFunctions:
 
     def _trace(self, kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         name, where = kind.__name__, user_line(traceback.extract_stack()) or "forward"
-        if (chosen := _chosen()) is not None and kind in chosen.kinds:
+        if (chosen := _chosen()) is not None and name_of(kind) in chosen.kinds:
             kind = opaque(kind)
         if _is_torchs_own(kind):
             self.applied.lines[name] = where
@@ -204,7 +204,7 @@ class CustomFunctions:
         inside, ctx, shared = Inside(), NotedContext(kind), self.applied.shared
         tensors = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
         given, followed = [*tensors.values()], {place: arg for place, arg in tensors.items() if arg.requires_grad}
-        returned, others = self.writing.get(kind, (frozenset(), frozenset()))
+        returned, others = self.writing.get(name_of(kind), (frozenset(), frozenset()))
         copies = {place: args[place].clone() for place in others & followed.keys()}
         number = len(self.uses)
         with inside, ctx:
@@ -370,8 +370,8 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any], distribut
         is_torchs = kind is INDEX or kind.__name__.startswith(GENERATED)
         is_opaque = False
         if (chosen := _chosen()) is not None and current is not None and not (is_torchs or _is_torchs_own(kind)):
-            chosen.applied.add(kind)
-            is_opaque = kind in chosen.kinds
+            chosen.applied.add(name_of(kind))
+            is_opaque = name_of(kind) in chosen.kinds
         if current is None or is_torchs or not (is_opaque or torch.is_grad_enabled()):
             return apply_function(kind, args, kwargs)
         with _passed_to(None):
@@ -399,12 +399,17 @@ def _is_torchs_own(kind: type) -> bool:
     return kind.__name__.startswith(_TORCHS_OWN)
 
 
+def name_of(kind: type) -> tuple[str, str]:
+    """Module and name of a Function: forward may make the class anew in each run."""
+    return kind.__module__, kind.__qualname__
+
+
 @dataclass
 class Chosen:
-    """Functions that are opaque in this thread's captures, and all Functions that were applied."""
+    """Functions, by name, that are opaque in this thread's captures, and all Functions that were applied."""
 
-    kinds: frozenset[type] = frozenset()
-    applied: set[type] = field(default_factory=set)
+    kinds: frozenset[tuple[str, str]] = frozenset()
+    applied: set[tuple[str, str]] = field(default_factory=set)
 
     @contextmanager
     def active(self) -> Iterator[None]:

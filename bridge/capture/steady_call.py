@@ -123,11 +123,11 @@ def _refusal_in(error: BaseException | None) -> UnsupportedModule | None:
     return error
 
 
-def _untraced(chosen: Chosen, refusal: UnsupportedModule) -> set[type]:
+def _untraced(chosen: Chosen, refusal: UnsupportedModule) -> set[tuple[str, str]]:
     """The Functions to run as they are in another attempt: the ones that a refusal names, or all."""
     more = chosen.applied - chosen.kinds
     names = {each.op for each in refusal.ops}
-    return {each for each in more if f"autograd.Function {each.__name__}" in names} or more
+    return {each for each in more if f"autograd.Function {each[1].rpartition('.')[2]}" in names} or more
 
 
 def _steady(before: Undo, call: SampleCall) -> SteadyCall:

@@ -411,3 +411,28 @@ def test_a_function_that_closes_over_a_tensor_is_refused():
 
     with pytest.raises(UnsupportedModule):
         add_tvm_dispatch(Model(then), torch.randn(3, 4, dtype=torch.float64), whole=True)
+
+
+def test_a_function_that_each_call_makes_anew_and_that_writes_ends():
+    """Capture tries again with other assumptions about a Function, which it knows by its name."""
+
+    def then(m, h):
+        class Local(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                x.mul_(2)
+                return x * 3
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * 6
+
+        return Local.apply(h * 1).tanh()
+
+    module = Model(then)
+    eager, x = copy.deepcopy(module), torch.randn(3, 4, dtype=torch.float64)
+    try:
+        add_tvm_dispatch(module, x, whole=True)
+    except UnsupportedModule:
+        return
+    torch.testing.assert_close(module(x), eager(x))
