@@ -12,13 +12,11 @@ peers by turns, every process beginning together. A plan is ``tensor``, ``sequen
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +35,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from benchmarks.ddp import synchronize
+from benchmarks.ddp import by_turns, say, synchronize
 from bridge import add_tvm_dispatch, stats
 
 PEERS = ("eager", "compile", "ours")
 PLANS = ("tensor", "sequence", "tensor+fsdp", "sequence+fsdp")
 _COLUMNS = ("q", "k", "v", "w1", "w3")
-_WARM_UP = 10
 
 
 class Attention(nn.Module):
@@ -152,11 +149,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
 def exact(plan: str, options: argparse.Namespace) -> None:
     options = argparse.Namespace(**vars(options) | {"amp": False, "dtype": torch.float64})
     peers = [Peer(name, plan, (32, 4, 48), 2, 8, options) for name in ("eager", "ours")]
@@ -174,27 +166,12 @@ def timed(plan: str, options: argparse.Namespace) -> None:
         peers[name].step()
         synchronize(options.place)
         say(f"{plan} {name}: first step after {time.perf_counter() - started:.1f} s")
-    medians = by_turns({name: peer.step for name, peer in peers.items()}, options.place, options.rounds)
+    calls = {(name, plan): (peer.step, options.place) for name, peer in peers.items()}
+    medians = {name: spent for (name, _), spent in by_turns(calls, options.rounds).items()}
     for name, mine in medians.items():
         words = [f"{plan} {name:<8} {mine:8.3f} ms"]
         words += [f"/{other} {mine / medians[other]:.2f}" for other in ("eager", "compile") if other in medians]
         say(", ".join([*words, peers[name].told()]))
-
-
-def by_turns(calls: dict[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, float]:
-    """Medians in milliseconds; all processes begin each call together."""
-    spent: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + _WARM_UP):
-        for name, call in calls.items():
-            synchronize(device)
-            dist.barrier()
-            synchronize(device)
-            started = time.perf_counter()
-            call()
-            synchronize(device)
-            if turn >= _WARM_UP:
-                spent[name].append(1e3 * (time.perf_counter() - started))
-    return {name: statistics.median(values) for name, values in spent.items()}
 
 
 def work(options: argparse.Namespace) -> None:
