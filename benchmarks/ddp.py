@@ -265,6 +265,24 @@ def work(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def run_processes(script: str, count: int) -> None:
+    """Runs a script with this one's options in each of ``count`` processes (``--rank``, ``--store``), and ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", script, *sys.argv[1:], "--store", (Path(folder) / "store").as_uri()]
+        command += ["--processes", str(count)]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end as well
+        workers = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(count)]
+        try:
+            while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
+                time.sleep(0.2)
+        finally:  # a failed process leaves the others waiting
+            codes = [worker.poll() for worker in workers]
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+    sys.exit(max(abs(code or 0) for code in codes))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -286,20 +304,7 @@ def main() -> None:
     if options.rank is not None:
         work(options)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.ddp", *sys.argv[1:], "--store", (Path(folder) / "store").as_uri()]
-        ranks = range(options.processes)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end as well
-        workers = [subprocess.Popen([*command, "--processes", str(len(ranks)), "--rank", str(rank)]) for rank in ranks]
-        try:
-            while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
-                time.sleep(0.2)
-        finally:  # a failed process leaves the others waiting
-            codes = [worker.poll() for worker in workers]
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-    sys.exit(max(abs(code or 0) for code in codes))
+    run_processes("benchmarks.ddp", options.processes)
 
 
 if __name__ == "__main__":

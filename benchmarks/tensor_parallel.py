@@ -12,12 +12,8 @@ peers by turns, every process beginning together. A plan is ``tensor``, ``sequen
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from benchmarks.ddp import by_turns, say, synchronize
+from benchmarks.ddp import by_turns, run_processes, say, synchronize
 from bridge import add_tvm_dispatch, stats
 
 PEERS = ("eager", "compile", "ours")
@@ -211,18 +207,7 @@ def main() -> None:
     if options.rank is not None:
         work(options)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        given = ["--store", (Path(folder) / "store").as_uri(), "--processes", str(options.processes)]
-        command = [sys.executable, "-m", "benchmarks.tensor_parallel", *sys.argv[1:], *given]
-        workers = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(options.processes)]
-        try:
-            while any(each.poll() is None for each in workers) and not any(each.poll() for each in workers):
-                time.sleep(0.2)
-        finally:  # a failed process leaves the others waiting
-            codes = [each.poll() for each in workers]
-            for each in workers:
-                each.kill()
-    sys.exit(next((code for code in codes if code), 0))
+    run_processes("benchmarks.tensor_parallel", options.processes)
 
 
 if __name__ == "__main__":
