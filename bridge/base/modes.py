@@ -34,10 +34,13 @@ def ambient_autocast() -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def autocast_to(dtype: torch.dtype | None, *, cache_enabled: bool | None = None) -> torch.autocast:
-    """A context in which autocast casts to this dtype; ``None``: in which it is off."""
-    kind = current_device().type
-    return torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=cache_enabled)
+def autocast_to(
+    dtype: torch.dtype | None, *, kind: str | None = None, cache_enabled: bool | None = None
+) -> torch.autocast:
+    """A context in which autocast casts to this dtype; ``None``: in which it is off. ``kind``: another device type."""
+    return torch.autocast(
+        kind or current_device().type, dtype=dtype, enabled=dtype is not None, cache_enabled=cache_enabled
+    )
 
 
 def autocast_setting(kind: str = _HOST) -> torch.dtype | str | bool:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bridge.base.torch_internals import neg_view, tensor_guards
+from bridge.base.torch_internals import VF, neg_view, tensor_guards
 
-__all__ = ["PROPERTIES", "Property", "TensorChecks", "as_complex", "as_parts", "is_nested", "is_parts_view"]
+__all__ = ["PROPERTIES", "Property", "TensorChecks", "as_complex", "as_parts", "is_nested", "is_parts_view", "laid_out"]
 __all__ += ["offset_in", "properties_of", "same_strides", "span_of", "tensor_checks", "view_in"]
 
 #: Checked before Dynamo's guard, which ends the process over a nested tensor, since that has no strides.
@@ -221,3 +221,12 @@ def view_in(
         return parts.as_strided(shape, stride, parts.storage_offset() + offset)
     pairs = (*shape, 2), (*(2 * step for step in stride), 1)
     return as_complex(parts.as_strided(*pairs, parts.storage_offset() + offset))
+
+
+def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """The tensor with these strides, which may repeat elements: itself, or a copy."""
+    if tuple(tensor.stride()) == tuple(stride):
+        return tensor
+    once = tensor[tuple(slice(0, 1) if not step else slice(None) for step in stride)]
+    own = VF.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(once)
+    return own.expand(tensor.shape)

@@ -20,6 +20,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from bridge.base.modes import autocast_to
+from bridge.base.pytrees import tensor_leaves
+from bridge.base.tensor_properties import laid_out
 from bridge.base.torch_autograd import FunctionNode, apply_function
 from bridge.base.torch_internals import VF, pytree, storage_id
 
@@ -32,7 +35,7 @@ __all__ = [
     "form_of",
     "key_of_application",
 ]
-__all__ += ["autocast_of", "lent", "of_tensors", "outer_leaves", "run_backward", "tensors_in"]
+__all__ += ["lent", "of_tensors", "outer_leaves", "run_backward"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor."""
@@ -44,7 +47,7 @@ class Application:
 
     Attributes:
         kind: the Function.
-        spec, constants: the structure of its arguments, and their leaves with ``None`` for tensors.
+        spec, constants: the structure of its arguments, and their leaves with :data:`TENSOR` for tensors.
         given: form of each tensor argument, and whether autograd tracks it.
         grad, casts: grad mode around it, and the device type and dtype of autocast.
         results: form of each result, and whether it has a gradient; ``None`` for a result that is ``None``.
@@ -77,7 +80,7 @@ class Application:
         """
         leaves = list(self.constants)
         followed = [each for each, (_, follows) in zip(tensors, self.given, strict=True) if follows]
-        with torch.set_grad_enabled(self.grad), autocast_of(*self.casts):
+        with torch.set_grad_enabled(self.grad), autocast_to(self.casts[1], kind=self.casts[0]):
             if self.grad and followed:
                 entered = iter(apply_function(_Entered, (VF.empty(0).requires_grad_(), *followed), {}))
                 tensors = [
@@ -86,7 +89,7 @@ class Application:
             for place, each in zip(self.places, tensors, strict=True):
                 leaves[place] = each
             made = apply_function(self.kind, tuple(pytree.tree_unflatten(leaves, self.spec)), {})
-            followed = [each for each in tensors_in(made) if isinstance(each.grad_fn, FunctionNode)]
+            followed = [each for each in tensor_leaves(made) if isinstance(each.grad_fn, FunctionNode)]
             behind = apply_function(_Behind, (followed[0],), {}) if followed else None
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made), behind
 
@@ -140,10 +143,6 @@ class _Behind(torch.autograd.Function):
         return None
 
 
-def tensors_in(made: Any) -> list[torch.Tensor]:
-    return [each for each in pytree.tree_leaves(made) if isinstance(each, torch.Tensor)]
-
-
 def form_of(tensor: torch.Tensor) -> Form:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
@@ -153,24 +152,20 @@ def lent(tensor: torch.Tensor) -> torch.Tensor:
     return from_dlpack(to_dlpack(tensor.detach()))
 
 
-def _laid_out(tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """The tensor with eager's strides: itself, or a copy."""
-    shape, stride, _ = form
-    if tuple(tensor.stride()) == stride or tensor.numel() < 2:
-        return tensor
-    once = tensor[tuple(slice(0, 1) if not step else slice(None) for step in stride)]
-    own = VF.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    return own.copy_(once).expand(shape)
-
-
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a storage of its own, which no other value of a program shares."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def _apply(application: Application, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A forward → its tensors, the new values of the arguments that it changes, and the tensor for its node."""
-    kept = application.kept | _KEPT.setdefault(application, set())
+def apply_opaque(key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Runs the forward of an application → its results, the new values of the arguments that it changes, and the tensor
+    for its node.
+
+    Raises:
+        RuntimeError: its results have other forms than in the first call.
+    """
+    application = _APPLICATIONS[key]
+    kept = application.kept | _KEPT.get(key, frozenset())
     given = [_passed(application, place, tensor, place in kept) for place, tensor in enumerate(tensors)]
     borrowed = {
         place: StorageWeakRef(each.untyped_storage())
@@ -191,22 +186,22 @@ def _apply(application: Application, tensors: Sequence[torch.Tensor]) -> list[to
     now = [given[place].clone() for place in sorted(application.changed)]
     del given
     if more := {place for place, each in borrowed.items() if not each.expired()}:
-        _KEPT[application] |= more
-        return _apply(application, tensors)
-    return [*results, *now, _standing_for(behind, tensors[0].device)]
+        _KEPT[key] = kept | more
+        return apply_opaque(key, *tensors)
+    return *results, *now, _standing_for(behind, tensors[0].device)
 
 
-_KEPT: dict[Application, set[int]] = {}
-"""Arguments that an application has kept in some call, and not in its first one, as in objects that wait for garbage
-collection: that call was repeated with copies of them."""
+_KEPT: dict[str, frozenset[int]] = {}
+"""Key → the arguments that an application has kept in some call, and perhaps not in its first one, as in objects that
+wait for garbage collection: that call was repeated with copies of them."""
 
 
 def _passed(application: Application, place: int, tensor: torch.Tensor, is_kept: bool) -> torch.Tensor:
     """The tensor that the user's forward gets for an argument."""
     form, _ = application.given[place]
-    own = _laid_out(tensor, form)
+    own = laid_out(tensor, form[1])
     if own is tensor and (place in application.changed or (is_kept and not _is_whole(tensor))):
-        own = _laid_out(tensor.clone(), form)
+        own = laid_out(tensor.clone(), form[1])
     return own if is_kept else lent(own)
 
 
@@ -234,15 +229,6 @@ def key_of_application(application: Application) -> str:
     return key
 
 
-def apply_opaque(key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Runs the forward of an application.
-
-    Raises:
-        RuntimeError: its results have other forms than in the first call.
-    """
-    return tuple(_apply(_APPLICATIONS[key], tensors))
-
-
 def backward_opaque(key: str, state: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Runs the backward of an application → the gradients of the arguments that have one.
 
@@ -267,15 +253,10 @@ def backward_opaque(key: str, state: torch.Tensor, *gradients: torch.Tensor) -> 
     return tuple(made)
 
 
-def autocast_of(kind: str, dtype: torch.dtype | None) -> torch.autocast:
-    """A context in which a device type's autocast casts to this dtype; ``None``: in which it is off."""
-    return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
-
-
 def run_backward(application: Application, behind: torch.Tensor, upstream: Sequence[torch.Tensor | None]) -> list[Any]:
     """Runs the backward of an application → its arguments' gradients; ``behind``: see :meth:`Application.run`."""
     (node, _), *_ = behind.grad_fn.next_functions
-    with torch.no_grad(), autocast_of(application.casts[0], None):
+    with torch.no_grad(), autocast_to(None, kind=application.casts[0]):
         found = node.apply(*upstream)
     return list(found) if isinstance(found, tuple) else [found]
 

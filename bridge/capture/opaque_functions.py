@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported
 from bridge.base.modes import ambient_autocast, replaced
-from bridge.base.pytrees import is_plain
+from bridge.base.pytrees import is_plain, tensor_leaves
 from bridge.base.torch_autograd import node_class
 from bridge.base.torch_internals import VF, TorchDispatchMode, current_graph_task_id, pytree, storage_id
 from bridge.base.torch_recording import own_operator, unrecorded
@@ -29,7 +29,6 @@ from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.applications import (
     TENSOR,
     Application,
-    Form,
     application_of,
     form_of,
     key_of_application,
@@ -37,7 +36,6 @@ from bridge.capture.applications import (
     of_tensors,
     outer_leaves,
     run_backward,
-    tensors_in,
 )
 
 __all__ = ["APPLY", "BACKWARD", "NotTraceable", "NotedContext", "Opaque", "is_opaque", "opaque"]
@@ -102,17 +100,14 @@ def _forms_of_apply(key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
     forms = [each[0] for each in application.results if each is not None]
     forms += [application.given[place][0] for place in sorted(application.changed)]
     forms.append(((1,), (1,), torch.uint8))
-    return [_like(tensors[0], form) for form in forms]
+    device = tensors[0].device
+    return [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in forms]
 
 
 def _zero_gradients(key: str, state: torch.Tensor, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     application = application_of(key)
     pairs = zip(application.gradients, application.given, strict=True)
     return [torch.zeros(form[0], dtype=form[2], device=state.device) for has_one, (form, _) in pairs if has_one]
-
-
-def _like(tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    return torch.empty_strided(*form[:2], dtype=form[2], device=tensor.device)
 
 
 APPLY = own_operator("apply_opaque(str key, Tensor[] tensors) -> Tensor[]", _recorded, _forms_of_apply)
@@ -133,8 +128,8 @@ class _Made(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if current_graph_task_id() != self._task:
             raise NotTraceable("runs a backward inside, and cannot be traced")
-        made, given = func(*args, **(kwargs or {})), {storage_id(each) for each in tensors_in((args, kwargs))}
-        for each in tensors_in(made):
+        made, given = func(*args, **(kwargs or {})), {storage_id(each) for each in tensor_leaves((args, kwargs))}
+        for each in tensor_leaves(made):
             if storage_id(each) not in given:
                 self.memory[storage_id(each)] = StorageWeakRef(each.untyped_storage())
         return made
@@ -179,12 +174,12 @@ class Opaque:
         """Applies a Function → the application, and the operator's results; ``follows``: for each argument."""
         leaves, spec = pytree.tree_flatten(args)
         if self.known is not None:
-            if any(type(size) in SYMBOLIC for each in tensors_in(leaves) for size in each.shape):
+            if any(type(size) in SYMBOLIC for each in tensor_leaves(leaves) for size in each.shape):
                 raise NotTraceable("takes sizes that vary, and cannot be traced")
             key = self.known[len(self.applied)]
             self.applied.append(key)
-            return application_of(key), APPLY(key, tensors_in(leaves))
-        tensors = tensors_in(leaves)
+            return application_of(key), APPLY(key, tensor_leaves(leaves))
+        tensors = tensor_leaves(leaves)
         if not tensors:
             raise NotTraceable("has no tensor argument")
         if any(each.is_complex() or each.layout is not torch.strided for each in tensors):
@@ -223,11 +218,12 @@ class Opaque:
             del given
             self.made |= inside.memory
             results = list(made) if isinstance(made, tuple) else [made]
-            if not all(each is None or isinstance(each, torch.Tensor) for each in results) or not tensors_in(results):
+            returned = [each for each in results if each is not None]
+            if not returned or not all(isinstance(each, torch.Tensor) for each in returned):
                 raise NotTraceable("returns something else than tensors, and cannot be traced")
-            if any(each.is_complex() for each in tensors_in(results)):
+            if any(each.is_complex() for each in tensor_leaves(results)):
                 raise NotTraceable("returns complex numbers, and cannot be traced")
-            memory = [storage_id(each) for each in tensors_in(results)]
+            memory = [storage_id(each) for each in tensor_leaves(results)]
             if len({*memory}) < len(memory) or not addresses.isdisjoint(memory):
                 raise NotTraceable("returns an argument, a view of it or a tensor twice, and cannot be traced")
             has_gradient = behind is not None
@@ -246,7 +242,7 @@ class Opaque:
             )
             gradients: list[Any] = [None] * len(tensors)
             if has_gradient:
-                zeros = [VF.zeros(each.shape, dtype=each.dtype, device=each.device) for each in tensors_in(results)]
+                zeros = [VF.zeros(each.shape, dtype=each.dtype, device=each.device) for each in tensor_leaves(results)]
                 differentiable = [each for each, form in zip(zeros, filter(None, forms), strict=True) if form[1]]
                 gradients = of_tensors(
                     application, run_backward(application, behind, application.upstream(differentiable))
@@ -256,7 +252,7 @@ class Opaque:
         if len(self.draws) != drawn:
             raise NotTraceable("draws random numbers, and cannot be traced")
         application = replace(application, gradients=tuple(each is not None for each in gradients))
-        values = [each.clone() for each in tensors_in(results)]
+        values = [each.clone() for each in tensor_leaves(results)]
         values += [tensors[place].detach().clone() for place in sorted(application.changed)]
         return application, [*values, VF.empty(1, dtype=torch.uint8, device=tensors[0].device)]
 
@@ -307,7 +303,7 @@ def opaque(kind: type) -> type:
         ctx.key, state = run.applied[-1], made[-1]
         ctx.save_for_backward(state)
         count = sum(each is not None for each in application.results)
-        leaves = tensors_in(args)
+        leaves = tensor_leaves(args)
         for place, now in zip(sorted(application.changed), made[count:-1], strict=True):
             leaves[place].copy_(now)
         results = iter(made[:count])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bridge.base.generators import offset_of, own_at
+from bridge.base.tensor_properties import laid_out
 from bridge.base.torch_internals import VF, schema
 from bridge.capture import SLOPE_DRAWS, with_generator
 from bridge.library.registry import library_function
@@ -52,7 +53,7 @@ def _drawn(name, description, generator, given):
 
     def read(value: Any) -> Any:
         if isinstance(value, dict) and "$tensor" in value:
-            return _laid_out(tensors[value["$tensor"]].to(getattr(torch, value["dtype"])), value["stride"])
+            return laid_out(tensors[value["$tensor"]].to(getattr(torch, value["dtype"])), value["stride"])
         if isinstance(value, dict):
             return getattr(torch, value["$dtype"])
         return value
@@ -77,12 +78,3 @@ def _fills(operator: Any) -> bool:
     """Whether the operator's first tensor is only filled."""
     name = schema(operator).name
     return name.endswith(("_", "_like")) or str(operator) == "aten.bernoulli.p"
-
-
-def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
-    """The tensor with eager's strides, which decide the order of the draws."""
-    if list(tensor.stride()) == stride:
-        return tensor
-    once = tensor[tuple(slice(0, 1) if not step else slice(None) for step in stride)]
-    own = VF.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(once)
-    return own.expand(tensor.shape)
