@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers.models
 from torch import nn
+from torch.jit import _builtins
 from torch.utils import _pytree as pytree
 
 __all__ = [
@@ -65,9 +67,12 @@ def factories_on(device: torch.device) -> Iterator[None]:
     """
     with torch.device("cpu"):
         torch.empty(0)  # torch notes which functions follow a default device when it first has one: not the patched
+    importlib.import_module("torch._decomp.decompositions_for_jvp")  # TorchScript compiles it at the first ``jvp``
     with pytest.MonkeyPatch.context() as patch:
         for name in FACTORIES:
-            patch.setattr(torch, name, _placed(getattr(torch, name), device))
+            placed = _placed(getattr(torch, name), device)
+            patch.setattr(torch, name, placed)
+            patch.setitem(_builtins._get_builtin_table(), id(placed), f"aten::{name}")  # TorchScript's own
         yield
 
 
@@ -77,6 +82,8 @@ def _placed(factory: Callable[..., torch.Tensor], device: torch.device) -> Calla
     kind = device.type
 
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling():  # Dynamo knows no frames
+            return factory(*args, **{"device": device, **kwargs})
         caller = sys._getframe(1).f_code.co_filename
         if kwargs.get("device") is not None or not caller.startswith(_CALLERS):
             return factory(*args, **kwargs)

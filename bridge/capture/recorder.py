@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,7 +138,7 @@ class OperatorRecorder(PreDispatchMode):
         self._paths, self.draws, self._protected, self.answers = paths, draws, protected, answers
         self._symbols, self._replayed = symbols, None if mode is None else Replayed(answers, mode, self.record.fakes)
         self.asked: str | None = None
-        self.paused = False
+        self.paused, self._thread = False, get_ident()
         self.judge: Callable[[Any, Iterable, Iterable, Iterable], None] | None = None
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._openings: list[Opening] = []
@@ -404,7 +405,8 @@ class OperatorRecorder(PreDispatchMode):
         if self.answers is not None and self._symbols is None and (known := self._answer()) is not None:
             return known.where, known.path  # the walk would double the time of a row
         where, path = None, None
-        frame: FrameType | None = sys._getframe(2)
+        is_here = get_ident() == self._thread  # a GPU's derivatives are computed in autograd's thread
+        frame: FrameType | None = sys._getframe(2) if is_here else sys._current_frames().get(self._thread)
         while frame is not None and (where is None or path is None):
             code = frame.f_code
             if code is _OUTSIDE:

@@ -27,8 +27,11 @@ from tests.device import DEVICE
 
 __all__ = ["assert_as_eager", "at_sizes", "differentiated", "imported", "sizes_of"]
 
+AT = torch.empty(0, device=DEVICE).device
+"""The tested device as tensors name it, with its index."""
 
-@working_for(DEVICE)
+
+@working_for(AT)
 def imported(module: nn.Module, sample: Any, dynamic_shapes: Any) -> LoweredCall:
     """The call captured and imported, without gradients."""
     given = SampleCall(module, *normalize_sample(module, sample, None))
@@ -41,7 +44,7 @@ def imported(module: nn.Module, sample: Any, dynamic_shapes: Any) -> LoweredCall
     return call
 
 
-@working_for(DEVICE)
+@working_for(AT)
 def differentiated(module: nn.Module, sample: Any, dynamic_shapes: Any) -> LoweredCall:
     """The call lowered up to the stage ``cleaned``."""
     call = imported(module, sample, dynamic_shapes)
@@ -104,7 +107,7 @@ def at_sizes(lowered: LoweredCall, args: tuple, kwargs: dict[str, Any]) -> Lower
     return made
 
 
-@working_for(DEVICE)
+@working_for(AT)
 def assert_as_eager(
     lowered: LoweredCall, sample: Callable[..., Any], sizes: Sequence[Mapping[str, int] | tuple[int, ...]]
 ) -> None:

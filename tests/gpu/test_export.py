@@ -9,7 +9,7 @@ import torch
 
 from bridge import add_tvm_dispatch, save_compiled, stats
 from tests.bridge.export.in_cpp import COMPILER, printed_by_the_example
-from tests.bridge.export.test_round_trip import MAKERS, bert, resnet, saved_as, trained_by_another_process
+from tests.bridge.export.test_round_trip import MAKERS, bert, of_four_axes, resnet, saved_as, trained_by_another_process
 from tests.bridge.export.trained_elsewhere import batch_of, trained
 from tests.device import DEVICE
 from tests.gpu.marks import ON_A_GPU
@@ -33,6 +33,8 @@ def test_the_forward_in_cpp(kind, make, tmp_path):
     torch.manual_seed(0)
     module, batch = make().eval().to(DEVICE), batch_of(kind, 0, DEVICE)
     del batch["labels"]
+    if kind == "bert":
+        batch["attention_mask"] = of_four_axes(batch["attention_mask"])
     with torch.no_grad():
         add_tvm_dispatch(module, batch)
         wanted = module(**batch).logits

@@ -104,9 +104,6 @@ def packs_by_an_object(self, x):
         return self.layer(x).tanh()
 
 
-_SCRIPTED = pytest.mark.cpu("torch compiles its formulas as scripts, which a GPU run's patched factories are not")
-
-
 @pytest.mark.parametrize(
     ("forward", "op"),
     [
@@ -114,8 +111,8 @@ _SCRIPTED = pytest.mark.cpu("torch compiles its formulas as scripts, which a GPU
         (of_a_hidden_module, "torch.autograd.grad or backward|free"),
         (by_backward, "torch.autograd.grad or backward"),
         (by_func_grad, "torch.func"),
-        pytest.param(by_jvp, "torch.func", marks=_SCRIPTED),
-        pytest.param(by_dual_numbers, "torch.func", marks=_SCRIPTED),
+        (by_jvp, "torch.func"),
+        (by_dual_numbers, "torch.func"),
         (sets_gradients, "Tensor.grad"),
         (packs_what_is_saved, "saved_tensors_hooks"),
         (packs_by_an_object, "saved_tensors_hooks"),

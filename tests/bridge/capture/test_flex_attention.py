@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -314,7 +315,7 @@ def test_a_mask_that_is_an_argument(form, registered):
     def given(mask):
         return mask if form == "the mask" else {"one": mask, "other": mask}
 
-    pytree = torch.utils._pytree
+    pytree, on_host = torch.utils._pytree, DEVICE.type == "cpu"
     if registered:
         pytree.register_pytree_node(BlockMask, BlockMask._flatten, BlockMask._unflatten)
     try:
@@ -328,7 +329,7 @@ def test_a_mask_that_is_an_argument(form, registered):
             close([each for each in found[1] if each is not None], [each for each in wanted[1] if each is not None])
         assert stats(module).hits == 3 and not stats(module).misses
         for mask in (documents(DOCUMENTS, mod=window), documents(DOCUMENTS, 2), blocks(causal)):
-            with pytest.raises(NotImplementedError, match="backward on CPU"):  # eager's
+            with pytest.raises(NotImplementedError, match="backward on CPU") if on_host else nullcontext():  # eager's
                 module(x, given(mask))
         assert stats(module).hits == 3
         assert all("mask_mod" in each or "BLOCK_SIZE" in each or "num_blocks" in each for each in stats(module).misses)

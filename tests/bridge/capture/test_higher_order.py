@@ -9,6 +9,7 @@ from torch._higher_order_ops import map as mapped
 from torch._higher_order_ops import scan, while_loop
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from tests.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated")
 ONES, ROWS = torch.ones(3), torch.arange(12.0).reshape(4, 3).sin()
@@ -139,10 +140,10 @@ def test_cond_under_autocast():
     module = Calls(lambda m, x: torch.cond(positive(x), m.layer, lambda x: (x * m.v).bfloat16(), (x * m.w,)))
     reference = copy.deepcopy(module)
     found = []
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         add_tvm_dispatch(module, torch.ones(2, 3))
     for each in (module, reference):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             made = each(torch.ones(2, 3))
         made.sum().backward()
         found.append([made, *(p.grad for p in each.parameters())])

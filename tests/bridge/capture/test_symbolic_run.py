@@ -80,6 +80,7 @@ def test_operators_whose_kernels_read_sizes_fix_none(module):
     assert_as_eager(lowered, lambda n, m: normal(n, 4, m), [(3, 17), (2, 9), (5, 20), (4, 11)])
 
 
+@pytest.mark.cpu("a GPU's recurrent layers draw in cuDNN, which is refused")
 @pytest.mark.parametrize("layer", [nn.GRU, nn.RNN])
 def test_recurrent_layers_with_dropout_of_any_length(layer):
     module = layer(6, 4, 2, dropout=0.4, bidirectional=True).double()

@@ -127,6 +127,12 @@ def test_gradients_of_gradients_want_the_source(saved):
         torch.autograd.grad(loss, loaded.scale, create_graph=True)
 
 
+def of_four_axes(mask: torch.Tensor) -> torch.Tensor:
+    """An attention mask in the form whose numbers transformers does not read."""
+    seen = mask.bool()[:, None, None]
+    return torch.zeros_like(seen, dtype=torch.float).masked_fill(~seen, -1e4).repeat(1, 1, seen.shape[-1], 1)
+
+
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("kind", sampled(["bert", "resnet"], ["bert"]))
 def test_the_forward_in_cpp(kind, tmp_path):
@@ -138,8 +144,7 @@ def test_the_forward_in_cpp(kind, tmp_path):
         with torch.no_grad(), pytest.raises(UnsupportedModule, match="checks: has no native form"):
             looks_at_its_mask = add_tvm_dispatch(copy.deepcopy(module), batch)
             save_compiled(looks_at_its_mask, tmp_path / "refused", native=True)
-        seen = batch["attention_mask"].bool()[:, None, None]  # a mask of this form is not looked at
-        batch["attention_mask"] = torch.zeros(seen.shape).masked_fill(~seen, -1e4).repeat(1, 1, seen.shape[-1], 1)
+        batch["attention_mask"] = of_four_axes(batch["attention_mask"])
     with torch.no_grad():
         add_tvm_dispatch(module, batch)
         wanted = module(**batch).logits

@@ -21,6 +21,7 @@ CASES = {  # x, weight, stride, padding, dtype, whether by way of channels-last
 }
 
 
+@pytest.mark.cpu("the way by channels-last images is oneDNN's")
 @pytest.mark.parametrize("case", CASES)
 def test_the_weights_gradient_is_torchs(case, monkeypatch):
     torch.manual_seed(0)

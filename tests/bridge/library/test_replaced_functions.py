@@ -128,6 +128,7 @@ def test_a_replacement_is_applied_as_often_as_in_eager(kind):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.cpu("the suite of a GPU replaces torch's factories itself")
 def test_nothing_is_put_back_where_nothing_is_replaced():
     """Functions of Python's that torch holds by its names are no replacements."""
     assert replacements() == {}
