@@ -38,6 +38,9 @@ SELECT_AT = torch.ops.tvm_dispatch.select_at.default
 
 _INDEX_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
 """Dtypes of positions; a uint8 or bool index is a mask."""
+_NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat)
+_PLACES = (int, torch.SymInt, slice, type(None), type(...))
+"""Types of the items of an index that selects a view."""
 _GETITEM = operator.getitem
 AS_STRIDED = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
 
@@ -57,6 +60,9 @@ def at_numbers(run: Any, x: torch.Tensor, index: Any, *value: Any) -> Any:
     form = FORMS[TensorBase.__setitem__ if value else TensorBase.__getitem__]
     if value and overlaps_itself(x):
         return form(run.count, x, index, *value)
+    if value and type(value[0]) in _NUMBERS and all(type(each) in _PLACES for each in items):
+        x[index].fill_(value[0])  # torch makes a tensor of a symbolic number by another operator than of an integer
+        return None
     part, rest = selected(x, index)
     if part is x:
         return form(run.count, x, index, *value)

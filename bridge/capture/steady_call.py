@@ -45,6 +45,7 @@ from bridge.capture.packed import PackedUseError
 from bridge.capture.real_run import RealRun, real_run_of
 from bridge.capture.refusals import explain_error
 from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
+from bridge.capture.scalar_guards import ScalarGuard
 from bridge.guards import Undo, contents_of, needs_first_call, put_back, undo
 from bridge.state import SampleCall
 
@@ -202,7 +203,8 @@ def _again(real: RealRun, **how: Any) -> RealRun:
 
 
 def _started(real: RealRun) -> RealRun:
-    """The run; or, if it changes a buffer that decides a number that Python reads (a flag), the run after it."""
+    """The run; or, if it changes a buffer that decides a number that Python reads (a flag), the run after it. A number
+    that moves on at each run (the position in a ring buffer) is no flag."""
     asked = {number for each in real.record.reads for number in values_in(each.numbers)}
     for row in reversed(real.record.rows):
         if not asked.isdisjoint(values_in(row.results)):
@@ -211,14 +213,19 @@ def _started(real: RealRun) -> RealRun:
     if all(id(made) not in flags or torch.equal(made, before) for made, before in real.given.buffers):
         return real
     later = _again(real)
+    first, after = _readings(real), _readings(later)
+    moves_on = first != after and _readings(_again(later)) != after
     for each in (real, later):
         each.reset()
-    first, after = ([each.reading for each in run.record.reads] for run in (real, later))
-    if later.changed() or first == after:
+    if later.changed() or first == after or moves_on:
         return real
     needs_first_call()
     _find_loops(later)
     return later
+
+
+def _readings(real: RealRun) -> list[ScalarGuard]:
+    return [each.reading for each in real.record.reads]
 
 
 def _named(error: UnsupportedModule, module_name: str) -> UnsupportedModule:

@@ -100,11 +100,13 @@ class _Views(NamedTuple):
 
     @staticmethod
     def of(each: list[tuple[MakeView, Action]], types: Mapping[int, torch.dtype], following: set[int]) -> _Views:
-        """Views of slots of these types; ``following``: slots of carries' next values."""
-        bases = {
-            view.writes[0]: (view.reads[0], view.offset and view.offset * types[view.reads[0]].itemsize)
-            for view, _ in each
-        }
+        """Views of slots of these types; ``following``: slots of carries' next values. Results of library calls have no
+        type here, nor an address before the step."""
+        types, bases = {**types}, {}
+        for view, _ in each:  # a view of a view comes after its base
+            (base,), (slot,) = view.reads, view.writes
+            if base in types:
+                types[slot], bases[slot] = types[base], (base, view.offset and view.offset * types[base].itemsize)
         last = [action for view, action in each if view.writes[0] in following]
         ending = following | {view.reads[0] for view, _ in each if view.writes[0] in following}
         return _Views(each, bases, last, ending)

@@ -68,6 +68,22 @@ class StateSpace(nn.Module):
         return torch.stack(ys, 1)
 
 
+class ComplexStates(nn.Module):
+    """A linear recurrence of complex states; a step takes the real parts of a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.decay, self.outof = (nn.Parameter(torch.randn(*shape, 2) / 2) for shape in ((3,), (2, 3)))
+
+    def forward(self, x):
+        decay, outof = map(torch.view_as_complex, (self.decay, self.outof))
+        state, ys = torch.zeros(x.shape[0], 3, dtype=decay.dtype, device=x.device), []
+        for step in range(x.shape[1]):
+            state = decay * state + x[:, step]
+            ys.append((state @ outof.T).real)
+        return torch.stack(ys, 1)
+
+
 class Halves(nn.Module):
     """Columns are taken from different places; a step's value is read two steps later; a loss is summed."""
 
@@ -275,7 +291,7 @@ FORMS = {
     "indices": Indices,
     "in place": InPlace,
 }
-LATER = {"in place, later": lambda: InPlace(later=True)}
+LATER = {"in place, later": lambda: InPlace(later=True), "complex states": ComplexStates}
 DROPS = {"dropout": Drops, "dropout, last part first": lambda: Drops(backwards=True)}
 ON_THE_HOST = pytest.mark.cpu("a GPU's masks are drawn step by step")
 

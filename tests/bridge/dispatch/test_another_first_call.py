@@ -287,3 +287,33 @@ def test_a_parameter_that_is_followed_in_a_part_of_forward_is_refused(how):
     with pytest.raises(UnsupportedModule, match="requires_grad"):
         add_tvm_dispatch(module, (torch.randn(6, 4, dtype=torch.float64),))
     assert module.weight.requires_grad
+
+
+class RingBuffer(nn.Module):
+    """Keys enter a queue at a position that moves on at each call, as MoCo's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.register_buffer("queue", torch.zeros(4, 30, dtype=torch.float64))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        keys = x * self.weight
+        scores = keys @ self.queue.clone()
+        with torch.no_grad():
+            begin = int(self.position)
+            self.queue[:, begin : begin + 6] = keys.T
+            self.position[0] = (begin + 6) % 30
+        return scores + keys.sum()
+
+
+@pytest.mark.parametrize("sample", [True, False])
+def test_a_position_that_moves_on_is_no_flag(sample):
+    """The first and the last position have entries of their own; one entry takes all others."""
+    module = RingBuffer()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, *([(torch.randn(6, 4, dtype=torch.float64),)] if sample else []), on_miss="compile")
+    for ours, theirs in zip(trained(module, 12), trained(eager, 12), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 12 and len(stats(module).entries) == 3
