@@ -35,7 +35,7 @@ from bridge.compile.cuda.emitter import (
     vector_at,
 )
 from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS, VECTOR, WARP, row_groups, row_lanes, row_threads
-from bridge.compile.cuda.step import RowBuffer, ThreadScope, column_steps, reads_ahead
+from bridge.compile.cuda.step import RowBuffer, ThreadScope, column_steps
 from bridge.compile.loop_ir.operations import Number
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPass, RowPlan
 
@@ -442,8 +442,8 @@ class _Rows:
         return sequence([*names.stmts, *allocations, *first, loop, *self._partials(scope, team, False, task)])
 
     def _keep(self, scope: ThreadScope, task: Expr) -> list[Stmt]:
-        """Allocates a thread's cached values, early reads and partials of column reductions."""
-        plan, number, form, kept = self.plan, self.number, self.form, self.form.kept
+        """Allocates a thread's cached values and partials of column reductions."""
+        plan, number, kept = self.plan, self.number, self.form.kept
         allocations: list[Stmt] = []
         for node in plan.cached:
             if self.in_memory:
@@ -451,10 +451,6 @@ class _Rows:
                 continue
             buffer, allocation = local_buffer(kept, compute_type(plan.nodes[node].dtype), "kept")
             scope.cached[node] = RowBuffer(buffer)
-            allocations.append(allocation)
-        for read in reads_ahead(plan, kept) if form.lanes > 1 else ():
-            buffer, allocation = local_buffer(kept, str(self.buffers.inputs[read.tensor].dtype), "ahead")
-            scope.ahead[read] = RowBuffer(buffer)
             allocations.append(allocation)
         for node in plan.column_reductions:
             if kept is None or kept > _REGISTERS:

@@ -3,10 +3,6 @@
 Aligned vectors are loaded and stored as a whole; the code checks alignment unless the plan implies it. Arithmetic is
 scalar, lane by lane.
 
-Early reads: operands of a later pass that all rows share → read in the first pass, with the row itself. A norm's weight
-is then loaded while the row is in flight, not after its statistics: each wait for memory is some hundred cycles, in
-which the threads of a few rows have nothing else to do.
-
 Masks vector by vector: a recomputed dropout mask whose lanes share one call of the generator → that call, once. A
 thread of eager's kernel that loads four or eight elements uses one call's four numbers for four adjacent elements, as
 does attention's, with one sequence of numbers. So does our thread if its vectors begin at multiples of four.
@@ -14,7 +10,7 @@ does attention's, with one sequence of numbers. So does our thread if its vector
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -33,72 +29,14 @@ from bridge.compile.schedule.row_plan import (
     Index,
     InputElement,
     KernelBuffers,
-    NodeElement,
     PassStep,
     RowPass,
     RowPlan,
     RowValues,
 )
 
-__all__ = ["RowBuffer", "ThreadScope", "ThreadStep", "column_steps", "drawn_vector", "first_pass", "is_at_multiples"]
-__all__ += ["kernel_buffers", "reads_ahead"]
-
-_MOST_BYTES = 256
-"""Maximum bytes that a thread caches for later passes: 64 registers."""
-
-
-def first_pass(plan: RowPlan) -> int:
-    """The index of the first pass that is not empty."""
-    return next(index for index, each in enumerate(plan.passes) if each)
-
-
-def reads_ahead(plan: RowPlan, kept: int | None) -> list[InputElement]:
-    """Vectors to read in the first pass; none in column reductions, which already keep values that all rows share.
-
-    Args:
-        kept: maximum elements of a row for a thread; ``None``: unknown.
-    """
-    if kept is None or plan.column_reductions or any(plan.concats):
-        return []
-    first = first_pass(plan)
-    now = _reads(plan, first)
-    later = dict.fromkeys(read for index in range(first + 1, len(plan.passes)) for read in _reads(plan, index))
-    found = [read for read in later if read not in now and _is_vector_of_all_rows(read)]
-    return found if sum(kept * itemsize(plan.dtype(read)) for read in found) <= _MOST_BYTES else []
-
-
-def _is_vector_of_all_rows(read: InputElement) -> bool:
-    access = read.access
-    return not access.terms and any(access.columns) and access.columns[-1] == 1
-
-
-def _reads(plan: RowPlan, index: int) -> list[InputElement]:
-    """The elements that a pass reads, in order."""
-    row_pass = plan.passes[index]
-    if not row_pass:
-        return []
-    kept = {*plan.cached, *plan.outputs}
-    reads: dict[InputElement, None] = {}
-    seen: set[int] = set()
-
-    def visit(operands: Iterable[object]) -> None:
-        for operand in operands:
-            if isinstance(operand, InputElement):
-                reads[operand] = None
-            elif isinstance(operand, NodeElement):
-                compute(operand.node)
-
-    def compute(node: int) -> None:
-        is_there = plan.nodes[node].per_row or (plan.levels[node] < index and node in kept)
-        if node not in seen and not is_there:
-            seen.add(node)
-            visit(plan.nodes[node].operands)
-
-    for node in (*row_pass.stores, *row_pass.cached):
-        compute(node)
-    for node in row_pass.reductions:
-        visit(plan.nodes[node].operands)
-    return list(reads)
+__all__ = ["RowBuffer", "ThreadScope", "ThreadStep", "column_steps", "drawn_vector", "is_at_multiples"]
+__all__ += ["kernel_buffers"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +64,6 @@ class ThreadScope(RowValues):
         valid: whether the row exists, and is no repetition for an idle group; ``None``: always.
         cached: elementwise values cached for later passes, by node.
         partial: partials of column reductions, by node.
-        ahead: operands that all rows share, read in the first pass for a later one, as stored.
     """
 
     head: CudaEmitter
@@ -137,7 +74,6 @@ class ThreadScope(RowValues):
         self.valid: Expr | None = None
         self.cached: dict[int, RowBuffer] = {}
         self.partial: dict[int, RowBuffer] = {}
-        self.ahead: dict[InputElement, RowBuffer] = {}
 
     def store_scalar(self, store: Stmt) -> None:
         alone = self.leads if self.valid is None else tirx.And(self.leads, self.valid)
@@ -238,9 +174,6 @@ class ThreadStep(PassStep):
         for node in row_pass.cached:
             kept = scope.cached[node]
             e.stmts.append(BufferStore(kept.buffer, self._value(node), [self._kept(kept)]))
-        if self.index == first_pass(self.plan):
-            for read, kept in scope.ahead.items():
-                e.stmts.append(BufferStore(kept.buffer, self._vector_of(read), [self._kept(kept)]))
         for node in row_pass.reductions:
             value = e.cast(self._read(nodes[node].operands[0]), compute_type(nodes[node].dtype))
             row = nodes[node].reduces == "row"
@@ -278,9 +211,6 @@ class ThreadStep(PassStep):
         if not any(access.columns):
             return scope.load_scalar(read)
         dtype = self.plan.dtype(read)
-        if read in scope.ahead and self.index > first_pass(self.plan):
-            kept = scope.ahead[read]
-            return self.e.bind(self.e.loaded(BufferLoad(kept.buffer, [self._kept(kept)]), dtype))
         index, number = self.first(access), scope.number
         buffer, step = scope.buffers.inputs[read.tensor], access.columns[-1]
         if step == 0:
