@@ -1,4 +1,4 @@
-"""Decomposition of normalizations: Layer-, Batch-, Group-, Instance- and RMSNorm -> statistics, multiply and add.
+"""Decomposition of LayerNorm -> statistics, multiply and add; normalizations as one step of a differentiation.
 
 Folding before differentiation: bindings -> bindings with one call per normalization. The chain-rule gradient of
 ``y = (x - mean) * rstd`` reads the centred values *and* ``y``. As one function of ``x``, its gradient reads ``y`` and
@@ -13,14 +13,12 @@ from tvm import relax
 from tvm.relax import op
 
 from autodiff.body import Body, Scope, const, on_functions, rewrite
-from autodiff.extents import Dim, same_shape
-from autodiff.ir import Call, Constant, Expr, Tuple, Var, dtype, numpy_value, op_name, shape
+from autodiff.extents import same_shape
+from autodiff.ir import Call, Constant, Expr, Var, dtype, numpy_value, op_name, shape
 from autodiff.library import call as library_call
 from autodiff.redundancy import live_bindings
 
-__all__ = ["affine", "cast", "fold_normalizations", "layer_norm", "normalize", "per_channel", "reciprocal_root"]
-__all__ += ["spell_batch_norm", "spell_group_norm", "spell_instance_norm", "spell_layer_norm", "spell_out"]
-__all__ += ["spell_rms_norm", "statistics_dtype"]
+__all__ = ["SPELLINGS", "cast", "fold_normalizations", "layer_norm", "spell_out", "statistics_dtype"]
 
 
 def statistics_dtype(element_type: str) -> str:
@@ -33,247 +31,55 @@ def cast(value: Expr, element_type: str, scope: Scope, name: str) -> Expr:
     return value if dtype(value) == element_type else scope.emit(op.astype(value, element_type), name)
 
 
-def reciprocal_root(moment: Expr, epsilon: float, scope: Scope, name: str) -> Var:
-    """``rstd = 1 / sqrt(moment + epsilon)``: one variable, whose gradient reads only the variable itself."""
-    shifted = scope.emit(op.add(moment, const(epsilon, moment)), f"{name}_shifted")
-    return scope.emit(op.rsqrt(shifted), f"{name}_rstd")
-
-
-def normalize(x: Expr, axes: Sequence[int], epsilon: float, scope: Scope, name: str) -> tuple[Var, Var, Var, Var]:
-    """Binds ``(x - mean) * rstd``, ``mean``, ``variance`` (biased) and ``rstd``; statistics keep ``axes`` as size 1.
-
-    The variance is the mean of the squared centred values (two passes): E[x^2] - E[x]^2 cancels catastrophically.
-    Mean and rstd have one element per row, so that they can be saved for backward instead of wide tensors.
-    """
-    mean = scope.emit(op.mean(x, list(axes), keepdims=True), f"{name}_mean")
-    centred = scope.emit(op.subtract(x, mean), f"{name}_centred")
-    squared = scope.emit(op.square(centred), f"{name}_squared")
-    variance = scope.emit(op.mean(squared, list(axes), keepdims=True), f"{name}_variance")
-    rstd = reciprocal_root(variance, epsilon, scope, name)
-    return scope.emit(op.multiply(centred, rstd), f"{name}_normalized"), mean, variance, rstd
-
-
-def affine(x: Expr, scale: Expr | None, offset: Expr | None, scope: Scope, name: str) -> Expr:
-    """``x * scale + offset`` in the type of ``x``, against which both broadcast; ``None`` is skipped."""
-    if scale is not None:
-        scale = cast(scale, dtype(x), scope, f"{name}_scale")
-        x = scope.emit(op.multiply(x, scale), f"{name}_scaled")
-    if offset is not None:
-        offset = cast(offset, dtype(x), scope, f"{name}_offset")
-        x = scope.emit(op.add(x, offset), f"{name}_shifted")
-    return x
-
-
-def spell_layer_norm(call: Call, scope: Scope) -> Expr:
-    """``relax.nn.layer_norm`` becomes mean, centred variance, rstd, multiply and add.
-
-    Safe: it is the definition (Ba et al., 2016), with the biased variance computed from centred values, in float32
-    for half types.
-    """
-    x, gamma, beta = call.args
-    attrs = call.attrs
-    return layer_norm(
-        x,
-        gamma if attrs.scale else None,
-        beta if attrs.center else None,
-        [int(axis) for axis in attrs.axes],
-        float(attrs.epsilon),
-        scope,
-    )
-
-
 def layer_norm(
-    x: Expr,
-    gamma: Expr | None,
-    beta: Expr | None,
-    axes: Sequence[int],
-    epsilon: float,
-    scope: Scope,
-    name: str = "layer_norm",
+    x: Expr, gamma: Expr | None, beta: Expr | None, axes: Sequence[int], epsilon: float, scope: Scope
 ) -> Expr:
-    """Binds LayerNorm of ``x`` over ``axes``, and returns it.
+    """Binds LayerNorm of ``x`` over ``axes`` (Ba et al., 2016), and returns it in the type of ``x``.
 
-    ``gamma`` and ``beta`` have the extents of ``x`` along ``axes``, in that order, or are ``None``. The result has the
-    element type of ``x``; the statistics are in float32 for half types. (TVM's own operator refuses bfloat16.)
+    ``gamma`` and ``beta`` have the extents of ``x`` along ``axes``, in that order, or are ``None``. The variance is the
+    biased one of centred values (E[x^2] - E[x]^2 cancels catastrophically); statistics are in float32 for half types
+    (TVM's own operator refuses bfloat16). Mean and rstd have one element per row, so that they can be saved for the
+    backward instead of wide tensors; the gradient of rstd, one variable, reads only the variable itself.
     """
-    rank = len(shape(x))
+
+    def bind(value: Expr, name: str) -> Var:
+        return scope.emit(value, f"layer_norm_{name}")
+
+    rank, element_type = len(shape(x)), dtype(x)
     axes = sorted(axis % rank for axis in axes)
-    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
-    y, *_ = normalize(wide, axes, epsilon, scope, name)
+    wide = cast(x, statistics_dtype(element_type), scope, "layer_norm_wide")
+    centred = bind(op.subtract(wide, bind(op.mean(wide, axes, keepdims=True), "mean")), "centred")
+    variance = bind(op.mean(bind(op.square(centred), "squared"), axes, keepdims=True), "variance")
+    rstd = bind(op.rsqrt(bind(op.add(variance, const(epsilon, variance)), "shifted")), "rstd")
+    y = bind(op.multiply(centred, rstd), "normalized")
     along = [shape(x)[axis] if axis in axes else 1 for axis in range(axes[0], rank)]
-    gamma, beta = (_spread(value, along, scope, name) for value in (gamma, beta))
-    y = affine(y, gamma, beta, scope, name)
-    return cast(y, dtype(x), scope, f"{name}_output")
+    gamma, beta = (  # with axes of size 1 where theirs are not the last ones
+        value if value is None or same_shape(shape(value), along) else bind(op.reshape(value, along), "spread")
+        for value in (gamma, beta)
+    )
+    if gamma is not None:
+        y = bind(op.multiply(y, cast(gamma, dtype(y), scope, "layer_norm_scale")), "scaled")
+    if beta is not None:
+        y = bind(op.add(y, cast(beta, dtype(y), scope, "layer_norm_offset")), "shifted")
+    return cast(y, element_type, scope, "layer_norm_output")
 
 
-def _spread(value: Expr | None, along: list[Dim], scope: Scope, name: str) -> Expr | None:
-    """``value`` with axes of size 1 inserted, so that it broadcasts where its axes are not the last ones."""
-    if value is None or same_shape(shape(value), along):
-        return value
-    return scope.emit(op.reshape(value, along), f"{name}_spread")
+def _spell_layer_norm(call: Call, scope: Scope) -> Expr:
+    """``relax.nn.layer_norm`` becomes mean, centred variance, rstd, multiply and add."""
+    (x, gamma, beta), attrs = call.args, call.attrs
+    axes, epsilon = [int(axis) for axis in attrs.axes], float(attrs.epsilon)
+    return layer_norm(x, gamma if attrs.scale else None, beta if attrs.center else None, axes, epsilon, scope)
 
 
-def spell_group_norm(call: Call, scope: Scope) -> Expr:
-    """``relax.nn.group_norm`` becomes reshape to groups, mean, centred variance, rstd, reshape, multiply and add.
-
-    Statistics are over the channels of a group and the operator's axes, which exclude the channel axis.
-    Safe: it is the definition (Wu and He, 2018), with float32 statistics for half types.
-    """
-    extents, groups = list(shape(call.args[0])), int(call.attrs.num_groups)
-    channel = int(call.attrs.channel_axis) % len(extents)
-    if extents[channel] % groups:
-        raise ValueError(f"group_norm: wanted channels divisible by {groups} groups, got {extents[channel]}")
-    grouped = [*extents[:channel], groups, extents[channel] // groups, *extents[channel + 1 :]]
-    axes = {int(axis) % len(extents) for axis in call.attrs.axes} - {channel}
-    return _channel_norm(call, [channel + 1, *(axis + (axis > channel) for axis in axes)], grouped, scope, "group_norm")
-
-
-def spell_instance_norm(call: Call, scope: Scope) -> Expr:
-    """``relax.nn.instance_norm`` becomes mean, centred variance, rstd, multiply and add.
-
-    Safe: it is the definition (Ulyanov et al., 2016), with float32 statistics for half types.
-    """
-    rank = len(shape(call.args[0]))
-    return _channel_norm(call, [int(axis) % rank for axis in call.attrs.axes], None, scope, "instance_norm")
-
-
-def _channel_norm(call: Call, axes: Sequence[int], grouped: list[Dim] | None, scope: Scope, name: str) -> Expr:
-    """Normalization of ``x`` (reshaped to ``grouped``, if given) over ``axes``, then a scale and offset per channel."""
-    x, gamma, beta = call.args
-    extents, attrs = list(shape(x)), call.attrs
-    y = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
-    y = y if grouped is None else scope.emit(op.reshape(y, grouped), f"{name}_groups")
-    y, *_ = normalize(y, sorted(axes), float(attrs.epsilon), scope, name)
-    y = y if grouped is None else scope.emit(op.reshape(y, extents), f"{name}_ungrouped")
-    channel = int(attrs.channel_axis) % len(extents)
-    parameters = gamma if attrs.scale else None, beta if attrs.center else None
-    gamma, beta = (per_channel(value, channel, extents, scope, name) for value in parameters)
-    return cast(affine(y, gamma, beta, scope, name), dtype(x), scope, f"{name}_output")
-
-
-def per_channel(value: Expr | None, channel: int, extents: Sequence[int], scope: Scope, name: str) -> Expr | None:
-    """A vector with one element per channel, reshaped so that it broadcasts along axis ``channel``."""
-    if value is None or channel == len(extents) - 1:
-        return value
-    return scope.emit(op.reshape(value, [extents[channel]] + [1] * (len(extents) - channel - 1)), f"{name}_channel")
-
-
-def spell_batch_norm(call: Call, scope: Scope) -> Expr:
-    """``relax.nn.batch_norm`` becomes mean, centred variance, rstd, multiply and add, and the running averages.
-
-    Safe: it is the operator's definition (Ioffe and Szegedy, 2015), float32 statistics for half types. NOTE: TVM's
-    operator averages the *biased* variance, and so does this; PyTorch averages the unbiased one.
-    """
-    x, gamma, beta, running_mean, running_variance = call.args
-    attrs = call.attrs
-    axis, epsilon, momentum = int(attrs.axis), float(attrs.epsilon), float(attrs.momentum)
-    gamma = gamma if attrs.scale else None
-    beta = beta if attrs.center else None
-    if not attrs.training:
-        y = _inference(x, gamma, beta, running_mean, running_variance, axis, epsilon, scope)
-        return Tuple([y, running_mean, running_variance])
-    y, mean, variance = _training(x, gamma, beta, axis, epsilon, scope)
-    new_mean = _running_average(running_mean, mean, momentum, scope, "running_mean")
-    new_variance = _running_average(running_variance, variance, momentum, scope, "running_variance")
-    return Tuple([y, new_mean, new_variance])
-
-
-def _training(
-    x: Expr, gamma: Expr | None, beta: Expr | None, axis: int, epsilon: float, scope: Scope, name: str = "batch_norm"
-) -> tuple[Expr, Var, Var]:
-    """Binds BatchNorm of ``x`` with batch statistics; returns it with mean and biased variance, one per channel.
-
-    ``gamma`` and ``beta`` have one element per channel (``axis``) or are ``None``. The statistics are vectors, in
-    float32 for half types.
-    """
-    extents = list(shape(x))
-    axis %= len(extents)
-    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
-    others = [other for other in range(len(extents)) if other != axis]
-    y, mean, variance, _ = normalize(wide, others, epsilon, scope, name)
-    vectors = [scope.emit(op.reshape(value, [extents[axis]]), value.name) for value in (mean, variance)]
-    gamma, beta = (per_channel(value, axis, extents, scope, name) for value in (gamma, beta))
-    y = affine(y, gamma, beta, scope, name)
-    return cast(y, dtype(x), scope, f"{name}_output"), *vectors
-
-
-def _inference(
-    x: Expr,
-    gamma: Expr | None,
-    beta: Expr | None,
-    mean: Expr,
-    variance: Expr,
-    axis: int,
-    epsilon: float,
-    scope: Scope,
-    name: str = "batch_norm",
-) -> Expr:
-    """Binds ``(x - mean) / sqrt(variance + epsilon) * gamma + beta`` with given statistics, one per channel."""
-    extents = list(shape(x))
-    axis %= len(extents)
-    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
-    mean, variance = (cast(value, dtype(wide), scope, f"{name}_statistic") for value in (mean, variance))
-    rstd = reciprocal_root(variance, epsilon, scope, name)
-    mean, rstd, gamma, beta = (per_channel(value, axis, extents, scope, name) for value in (mean, rstd, gamma, beta))
-    centred = scope.emit(op.subtract(wide, mean), f"{name}_centred")
-    y = scope.emit(op.multiply(centred, rstd), f"{name}_normalized")
-    y = affine(y, gamma, beta, scope, name)
-    return cast(y, dtype(x), scope, f"{name}_output")
-
-
-def _running_average(running: Expr, batch: Expr, momentum: float, scope: Scope, name: str) -> Expr:
-    """Binds ``(1 - momentum) * running + momentum * batch``, in the type of ``running``."""
-    wide = cast(running, dtype(batch), scope, f"{name}_wide")
-    remaining = scope.emit(op.multiply(wide, const(1 - momentum, batch)), f"{name}_remaining")
-    new = scope.emit(op.multiply(batch, const(momentum, batch)), f"{name}_new")
-    average = scope.emit(op.add(remaining, new), f"{name}_average")
-    return cast(average, dtype(running), scope, f"{name}_output")
-
-
-def spell_rms_norm(call: Call, scope: Scope) -> Expr:
-    """``relax.nn.rms_norm`` becomes mean of squares, rstd and multiply.
-
-    Safe: it is the definition (Zhang and Sennrich, 2019), computed in float32 for half types.
-    """
-    x, weight = call.args
-    return _rms_norm(x, weight, [int(axis) for axis in call.attrs.axes], float(call.attrs.epsilon), scope)
-
-
-def _rms_norm(
-    x: Expr, weight: Expr | None, axes: Sequence[int], epsilon: float, scope: Scope, name: str = "rms_norm"
-) -> Expr:
-    """Binds ``x / sqrt(mean(x^2, axes) + epsilon) * weight``, and returns it.
-
-    ``weight`` has the extents of ``x`` along ``axes``, which are the last axes, or is ``None``. The result has the
-    element type of ``x``.
-    """
-    rank = len(shape(x))
-    axes = sorted(axis % rank for axis in axes)
-    if axes != list(range(rank - len(axes), rank)):
-        raise ValueError(f"rms_norm: wanted the last axes of a rank-{rank} tensor, got {axes}")
-    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
-    squared = scope.emit(op.square(wide), f"{name}_squared")
-    moment = scope.emit(op.mean(squared, axes, keepdims=True), f"{name}_moment")
-    rstd = reciprocal_root(moment, epsilon, scope, name)
-    y = scope.emit(op.multiply(wide, rstd), f"{name}_normalized")
-    y = affine(y, weight, None, scope, name)
-    return cast(y, dtype(x), scope, f"{name}_output")
-
-
-SPELLINGS = {
-    "relax.nn.layer_norm": [spell_layer_norm],
-    "relax.nn.batch_norm": [spell_batch_norm],
-    "relax.nn.group_norm": [spell_group_norm],
-    "relax.nn.instance_norm": [spell_instance_norm],
-    "relax.nn.rms_norm": [spell_rms_norm],
-}
+SPELLINGS = {"relax.nn.layer_norm": [_spell_layer_norm]}
 
 
 @on_functions
 def spell_out(body: Body) -> None:
-    """Replaces normalizations by mean, centred variance, rstd, multiply and add.
+    """Replaces LayerNorm by mean, centred variance, rstd, multiply and add.
 
-    Safe: these are the definitions. Why: TVM has no gradients for them, and row statistics are smaller to save.
+    Safe: that is its definition. Why: TVM has no gradient for it, and row statistics are smaller to save. The importer
+    writes other normalizations as arithmetic (:mod:`bridge.aten.nn`).
     """
     rewrite(body, SPELLINGS)
 

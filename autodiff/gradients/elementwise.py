@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 from tvm.relax import op
 
-from autodiff.extents import same_shape
 from autodiff.gradients.registry import Emit, const, fit, gradient, zeros_like
-from autodiff.ir import Call, Constant, Expr, Var, dtype, is_float, numpy_value, shape
+from autodiff.ir import Call, Constant, Expr, Var, dtype, is_float, numpy_value
 
 _PIECEWISE_CONSTANT = (
     "relax.floor",
@@ -105,35 +104,10 @@ def silu(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     return [g * s * (const(1, x) + x * (const(1, x) - s))]
 
 
-@gradient("relax.nn.softplus", wide=True)
-def softplus(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g * sigmoid(beta x), and g where beta x > threshold"""
-    (x,) = call.args
-    scaled = emit(x * const(float(call.attrs.beta), x))
-    linear = op.greater(scaled, const(float(call.attrs.threshold), x))
-    return [op.where(linear, g, g * op.sigmoid(scaled))]
-
-
 @gradient("relax.nn.relu")
 def relu(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = 0 where y <= 0, else g (TVM's own rule gives g at 0)."""
     return [op.where(op.less_equal(y, const(0, y)), zeros_like(y), g)]
-
-
-@gradient("relax.nn.leakyrelu")
-def leakyrelu(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g where x > 0, else alpha * g"""
-    (x,) = call.args
-    return [op.where(op.greater(x, const(0, x)), g, g * const(float(call.attrs.alpha), x))]
-
-
-@gradient("relax.nn.selu", wide=True)
-def selu(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = scale * g where x > 0, else scale * alpha * exp(x) * g (Klambauer et al., 2017)"""
-    (x,) = call.args
-    alpha, scale = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
-    g = emit(g * const(scale, x))
-    return [op.where(op.greater(x, const(0, x)), g, g * (const(alpha, x) * op.exp(x)))]
 
 
 @gradient("relax.clip")
@@ -154,8 +128,7 @@ def astype(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 _WITHOUT_GRADIENT = (
     *(f"relax.{name}" for name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")),
     *(f"relax.{name}" for name in ("logical_and", "logical_or", "logical_xor")),
-    *(f"relax.{name}" for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift")),
-    "relax.floor_divide",
+    *(f"relax.{name}" for name in ("bitwise_and", "bitwise_or", "bitwise_xor")),
 )
 
 
@@ -176,9 +149,6 @@ def _binary(name: str, partials: Callable[[Expr, Expr, Var, Var], tuple[Expr, Ex
 _binary("relax.add", lambda a, b, y, g: (g, g), wide=False)
 _binary("relax.multiply", lambda a, b, y, g: (g * b, g * a), wide=False)
 _binary("relax.divide", lambda a, b, y, g: (g / b, op.negative(g) * (a / b / b)))
-_binary("relax.mod", lambda a, b, y, g: (g, op.negative(g) * op.trunc(a / b)))
-_binary("relax.floor_mod", lambda a, b, y, g: (g, op.negative(g) * op.floor(a / b)))
-_binary("relax.log_add_exp", lambda a, b, y, g: (g * op.sigmoid(a - b), g * op.sigmoid(b - a)))
 
 
 @gradient("relax.subtract")
@@ -186,14 +156,6 @@ def subtract(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """da = g, db = -g"""
     a, b = call.args
     return [fit(g, a, emit), op.negative(emit(fit(g, b, emit)))]
-
-
-@gradient("relax.atan2", wide=True)
-def atan2(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """da = g b / (a^2 + b^2), db = -g a / (a^2 + b^2)"""
-    a, b = call.args
-    scaled = emit(g / (a * a + b * b))
-    return [fit(scaled * b, a, emit), fit(op.negative(scaled) * a, b, emit)]
 
 
 @gradient("relax.maximum")
@@ -250,15 +212,3 @@ def where(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     condition, a, b = call.args
     zeros = emit(zeros_like(g))
     return [None, fit(op.where(condition, g, zeros), a, emit), fit(op.where(condition, zeros, g), b, emit)]
-
-
-@gradient("relax.nn.prelu")
-def prelu(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g where x > 0, else alpha g; dalpha = sum of x g where x <= 0"""
-    x, alpha = call.args
-    axis = int(call.attrs.axis) % len(shape(x))
-    extents = [extent if dim == axis else 1 for dim, extent in enumerate(shape(x))]
-    slope = emit(op.reshape(alpha, [1] * len(extents) if same_shape(shape(alpha), (1,)) else extents))
-    positive = emit(op.greater(x, const(0, x)))
-    dalpha = emit(fit(op.where(positive, zeros_like(x), x * g), slope, emit))
-    return [op.where(positive, g, slope * g), op.reshape(dalpha, shape(alpha))]

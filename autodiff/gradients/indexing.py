@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from tvm.relax import op
 
-from autodiff.body import size
-from autodiff.extents import Dim, same
-from autodiff.gradients.registry import Emit, checks, const, fit, gradient, zeros_like
-from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, dtype, shape
+from autodiff.extents import same
+from autodiff.gradients.registry import Emit, checks, const, gradient, zeros_like
+from autodiff.ir import Call, Expr, Var, dtype, shape
 
 __all__ = []
-
-
-@gradient("relax.take")
-def take(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = zeros with g added at the indices, which may have any rank"""
-    x, indices = call.args[:2]
-    axis = 0 if call.attrs.axis is None else int(call.attrs.axis) % len(shape(x))
-    indices = _in_range(indices, shape(x)[axis], str(call.attrs.mode), emit)
-    return [_add_at(shape(x), axis, indices, g, emit)] + [None] * (len(call.args) - 1)
-
-
-def _add_at(extents: Sequence[Dim], axis: int, indices: Expr, updates: Expr, emit: Emit) -> Expr:
-    """Zeros of shape ``extents`` with ``updates`` added at ``indices``, whose axes replace ``axis``."""
-    count = math.prod(shape(indices))
-    rows = [*extents[:axis], count, *extents[axis + 1 :]]
-    column = [1] * axis + [count] + [1] * (len(extents) - axis - 1)
-    spread = emit(op.broadcast_to(op.reshape(indices, column), rows))
-    return op.scatter_elements(op.zeros(extents, dtype(updates)), spread, op.reshape(updates, rows), axis, "add")
-
-
-def _in_range(indices: Expr, extent: Dim, mode: str, emit: Emit) -> Expr:
-    """Indices out of range -> the indices that ``take`` reads instead (``mode``: wrap or clip)."""
-    if mode == "wrap":
-        return emit(op.floor_mod(indices, size(extent, indices)))
-    if mode == "clip":
-        return emit(op.minimum(op.maximum(indices, const(0, indices)), size(extent - 1, indices)))
-    return indices
 
 
 @gradient("relax.gather_elements")
@@ -73,62 +44,8 @@ def scatter_elements(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None
     return [dx, None, op.gather_elements(gathered, indices, axis)]
 
 
-@gradient("relax.gather_nd")
-def gather_nd(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = zeros with g added at the indices"""
-    x, indices = call.args
-    return [op.scatter_nd(zeros_like(x), indices, g, "add"), None]
-
-
-@gradient("relax.scatter_nd")
-def scatter_nd(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = g, zero where overwritten; dupdates = g at the indices (for 'update' and 'add')"""
-    _, indices, updates = call.args
-    reduction = str(call.attrs.reduction)
-    dx = g if reduction == "add" else op.scatter_nd(g, indices, zeros_like(updates), "update")
-    return [dx, None, op.gather_nd(g, indices)]
-
-
-@gradient("relax.index_tensor")
-def index_tensor(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = zeros with g added at the indices: one row number for the leading axes that are indexed"""
-    x, indices = call.args
-    count = len(indices.ty.fields)
-    lead, rest = shape(x)[:count], shape(x)[count:]
-    row: Expr | None = None
-    for axis, extent in enumerate(lead):
-        index = indices.fields[axis] if isinstance(indices, Tuple) else emit(TupleGetItem(indices, axis))
-        index = emit(op.astype(index, "int64"))
-        index = emit(op.where(op.less(index, const(0, index)), index + size(extent, index), index))
-        row = index if row is None else emit(row * size(extent, row) + index)
-    added = emit(_add_at([math.prod(lead), *rest], 0, row, g, emit))
-    return [op.reshape(added, shape(x)), None]
-
-
-@gradient("relax.index_put")
-def index_put(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = g, zero where overwritten; dvalues = g at the indices"""
-    _, indices, values = call.args
-    accumulate = bool(call.attrs.accumulate)
-    dx = g if accumulate else op.index_put(g, indices, zeros_like(values), accumulate=False)
-    return [dx, None, fit(op.index_tensor(g, indices), values, emit)]
-
-
-@gradient("relax.one_hot", "relax.bucketize")
-def from_integers(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
-    """dx = 0"""
-    return [None] * len(call.args)
-
-
-@checks("relax.scatter_elements", "relax.scatter_nd")
+@checks("relax.scatter_elements")
 def check_scatter(call: Call, active: Collection[Var]) -> str | None:
     """Products and extrema of colliding updates have no rule."""
     reduction = str(call.attrs.reduction)
     return None if reduction in ("add", "update") else f"wanted the reduction 'add' or 'update', got {reduction!r}"
-
-
-@checks("relax.gather_nd")
-def check_gather_nd(call: Call, active: Collection[Var]) -> str | None:
-    """TVM has no batched scatter."""
-    dims = int(call.attrs.batch_dims)
-    return f"wanted batch_dims 0, got {dims}" if dims else None

@@ -149,12 +149,9 @@ def test_an_operator_without_gradient_is_refused_by_name_where_it_matters():
 
 
 def test_variants_without_gradient_are_refused_by_name():
-    for call, text in [
-        (lambda x: op.nn.pad(x, [1, 1, 1, 1], "reflect"), "pad_mode 'constant', got 'reflect'"),
-        (lambda x: op.einsum([x], "ii->i"), "without repetition"),
-    ]:
-        with pytest.raises(UndifferentiableOp, match=text):
-            differentiate(function(lambda s, x, call=call: call(x), draw(3, 3)), [0], [0])
+    func = function(lambda s, x: op.nn.pad(x, [1, 1, 1, 1], "reflect"), draw(3, 3))
+    with pytest.raises(UndifferentiableOp, match="pad_mode 'constant', got 'reflect'"):
+        differentiate(func, [0], [0])
 
 
 @pytest.mark.parametrize("element_type", [torch.bfloat16, torch.float16, torch.float32], ids=str)

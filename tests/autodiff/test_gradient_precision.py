@@ -22,7 +22,7 @@ def test_casts_between_floating_point_types():
     check(build, lambda p: p.double().exp().float(), draw(3, 4).float(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["nn.gelu", "nn.gelu_tanh", "nn.silu", "nn.softplus"])
+@pytest.mark.parametrize("name", ["nn.gelu", "nn.gelu_tanh", "nn.silu"])
 def test_float32_gradients_far_out_are_accurate(name):
     ours, theirs, _ = UNARY[name]
     x = torch.tensor([-30.0, -12.0, -6.0, 6.0, 12.0, 30.0])
@@ -33,8 +33,8 @@ def test_float32_gradients_far_out_are_accurate(name):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     sampled(
-        itertools.product(("nn.gelu", "nn.silu", "nn.softplus"), (torch.bfloat16, torch.float16)),
-        [("nn.gelu", torch.bfloat16), ("nn.silu", torch.float16), ("nn.softplus", torch.bfloat16)],
+        itertools.product(("nn.gelu", "nn.silu"), (torch.bfloat16, torch.float16)),
+        [("nn.gelu", torch.bfloat16), ("nn.silu", torch.float16)],
     ),
     ids=str,
 )
@@ -42,14 +42,6 @@ def test_half_gradients_are_rounded_once(name, dtype):
     ours, theirs, _ = UNARY[name]
     got, exact = _gradients(ours, theirs, draw(64, low=-4, high=4).to(dtype))
     torch.testing.assert_close(got, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
-
-
-def test_variance_in_float32_with_a_large_mean():
-    x = (draw(4, 64) * 0.01 + 1000).float()
-    leaf = x.double().requires_grad_()
-    (exact,) = torch.autograd.grad(leaf.var(1, correction=0).sum(), leaf)
-    joint = clean(differentiate(function(lambda scope, p: op.variance(p, [1]), x), [0], [0]))
-    torch.testing.assert_close(evaluate(joint, x, torch.ones(4))[1].double(), exact, rtol=0.05, atol=1e-5)
 
 
 def _gradients(ours, theirs, x):

@@ -16,28 +16,15 @@ from tests.autodiff.samples import integers
 from tests.autodiff.symbolic import compare, function_of, pipeline
 from tests.sampling import sampled
 
-NORMS = {
-    "layer": lambda s, x, w, b: op.nn.layer_norm(x, w, b, [1], 1e-5),
-    "rms": lambda s, x, w, b: op.nn.rms_norm(x, w, [1], 1e-5),
-    "batch": lambda s, x, w, b: op.nn.batch_norm(x, w, b, b, w, axis=1, epsilon=1e-5, training=True),
-    "group": lambda s, x, w, b: op.nn.group_norm(x, w, b, 2, 1, [2], 1e-5),
-    "instance": lambda s, x, w, b: op.nn.instance_norm(x, w, b, 1, [2], 1e-5),
-}
 
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_a_normalization_over_symbolic_axes(norm):
+def test_a_normalization_over_symbolic_axes():
     """Batch and positions vary; the channels stay."""
-    flat = norm in ("layer", "rms")
-    x = draw(3, 4) if flat else draw(3, 4, 5)
 
     def build(s, x, w, b):
-        y = s.emit(NORMS[norm](s, x, w, b))
-        y = s.emit(TupleGetItem(y, 0)) if norm == "batch" else y
+        y = s.emit(op.nn.layer_norm(x, w, b, [1], 1e-5))
         return s.emit(op.multiply(y, y))
 
-    places = {(0, 0): "n"} if flat else {(0, 0): "n", (0, 2): "m"}
-    scope = compare(build, [x, draw(4, seed=1), draw(4, seed=2)], places)
+    scope = compare(build, [draw(3, 4), draw(4, seed=1), draw(4, seed=2)], {(0, 0): "n"})
     assert not scope.guards
 
 
@@ -135,8 +122,8 @@ def _pooled(s, x, w):
 def _embedded(s, indices, weight):
     args = [weight, indices, relax.prim_value(-1), relax.prim_value(0)]
     rows = s.emit(call("embedding", args, TensorType((*shape(indices), shape(weight)[1]), "float64")))
-    spread = s.emit(op.std(rows, [1]))
-    return [spread, s.emit(op.variance(rows, [0, 1]))]
+    squares = s.emit(op.multiply(rows, rows))
+    return [s.emit(op.mean(squares, [1])), s.emit(op.mean(squares, [0, 1]))]
 
 
 #: Build function, arguments, and the number of arguments whose batch and length (height) vary.
