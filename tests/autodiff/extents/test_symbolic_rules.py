@@ -27,7 +27,7 @@ AXES = {"relax.gather_elements": 1, "relax.scatter_elements": 1, "relax.split": 
 #: How far the numbers of bindings may be apart: 2 / n is an operation where n is no number; a concatenation is taken
 #: apart by slices, not by a split and its items; a pad by an extent is a concatenation with zeros; an extent that is
 #: known to be a number is still spelled in another way.
-APART = {"relax.variance": 1, "relax.concat": 1, "relax.strided_slice": 2, "relax.broadcast_to": 1}
+APART = {"relax.concat": 1, "relax.strided_slice": 2, "relax.broadcast_to": 1}
 
 
 def _place(name: str) -> tuple[Sample, int]:

@@ -11,7 +11,6 @@ import torch
 from autodiff.extents import ExtentScope
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cuda import row
-from bridge.compile.cuda.backend import generate
 from bridge.compile.cuda.build import cuda_source
 from bridge.compile.cuda.nvrtc import compiled
 from bridge.compile.cuda.row import SHORT_ROW, RowVariant, combines_columns_alone
@@ -135,22 +134,6 @@ def test_what_adds_up_columns_concatenates_two_tensors_at_most(sections, kernels
     graph = builder.graph(both, columns)
     assert len(planned(graph)) == kernels
     assert len(fuse(graph, host_backend())) == 1
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("width", [768, 4096, 2**18])
-def test_what_all_rows_read_alike_is_asked_for_with_the_row(width, dtype):
-    """Loads are issued before the row's sum is known; in rows that are too long for it, after."""
-    builder = Builder()
-    x, weight, bias = builder.param(4096, width), builder.param(width, dtype=dtype), builder.param(width, dtype=dtype)
-    wide = [Operand(each.value, expand(each.view, x.shape)) for each in (weight, bias)]
-    wide = [each if dtype == "float32" else builder.op("astype", each, dtype="float32") for each in wide]
-    centred = builder.op("subtract", x, builder.reduce("sum", x, 4096, width, 1, 4096, 1))
-    (made,) = planned(builder.graph(builder.op("add", builder.op("multiply", centred, wide[0]), wide[1])))
-    source = cuda_source({"kernel": generate(made.plan)}, "sm_90").partition('extern "C"')[2]
-    before, _, behind = source.partition("shuffle_xor")
-    count = [sum(f"in{index}_ptr" in part for index in range(3)) for part in (before.partition("{")[2], behind)]
-    assert count in ([3, 0], [3, 1]) if width < 2**18 else count == [1, 3], count
 
 
 @needs_nvrtc
