@@ -15,7 +15,6 @@ The user's module changes only at the end, if at all.
 
 from __future__ import annotations
 
-import collections
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,7 @@ from bridge.capture.custom_functions import Chosen, WritesArgumentsError
 from bridge.capture.fake_run import FakeRecord, differences, fake_run_of, same_numbers
 from bridge.capture.inplace_rules import FOREIGN_DRAW, OTHER_NAME
 from bridge.capture.kept_state import KeptState, kept_state
+from bridge.capture.loops.find import unrolled_rows
 from bridge.capture.loops.rolled import rolled_up
 from bridge.capture.numbers import Counted, Counter
 from bridge.capture.packed import PackedUseError
@@ -49,7 +49,7 @@ from bridge.capture.scalar_guards import ScalarGuard
 from bridge.guards import Undo, contents_of, needs_first_call, put_back, undo
 from bridge.state import SampleCall
 
-__all__ = ["MOST_OPERATORS", "SteadyCall", "in_attempts", "loops_found", "loops_tell", "steady_call", "unrolled_rows"]
+__all__ = ["SteadyCall", "in_attempts", "loops_found", "loops_tell", "steady_call"]
 
 log = channel("dispatch")
 
@@ -443,42 +443,6 @@ def _counted(real: RealRun, changed: Sequence[str]) -> SteadyCall | None:
     problems = list(differences(real, fake))
     counters = tuple(Counter(path, name, end.step) for (path, name), end in zip(places, ends, strict=True))
     return None if problems else SteadyCall(real, fake, counters, problems)
-
-
-# Unrolled loops: a record → a refusal of thousands of unrolled steps.
-#
-# Each operator of a step is captured, lowered and planned by itself, which takes some hundredths of a second. A loop
-# differs from a deep network by its weights: every step reads the same ones.
-
-
-#: The most operators of a graph with unrolled steps: about five minutes of compilation.
-MOST_OPERATORS = 1 << 13
-#: Number of operators from which a warning is logged: about a minute.
-_MANY = MOST_OPERATORS >> 2
-_STEPS = 32
-"""Number of readers of one parameter from which they count as steps."""
-_HINT = "dispatch the cell that a step calls, or write the step so that it is found to repeat (docs/loops.md)"
-
-
-def unrolled_rows(record: Record, parameters: int, forward: str) -> list[Unsupported]:
-    """Refuses a record with unrolled steps and more than :data:`MOST_OPERATORS` rows; warns from a quarter of that.
-
-    Args:
-        parameters: the number of parameters, which are the record's first inputs.
-        forward: the name for messages.
-    """
-    count = len(record.rows)
-    if count <= _MANY:
-        return []
-    readers = collections.Counter(number for row in record.rows for number in set(values_in((row.args, row.kwargs))))
-    if all(readers[number] < _STEPS for number in range(parameters)):
-        return []
-    if count <= MOST_OPERATORS:
-        words = "%s: a loop of %d operators is compiled step by step, which takes minutes: %s"
-        log.warning(words, forward, count, _HINT)
-        return []
-    reason = f"{count} operators of steps that are not proven to be equal, at most {MOST_OPERATORS} are compiled"
-    return [Unsupported("a long loop", forward, reason, _HINT)]
 
 
 # Listener for loops: notifies the compiler of a call as soon as its loops are found, long before the graph exists.

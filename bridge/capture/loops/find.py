@@ -32,11 +32,17 @@ from autodiff.scan.prove import (
     StepParts,
     step_parts,
 )
+from bridge.base.errors import Unsupported
+from bridge.base.log import channel
 from bridge.base.torch_internals import aten, is_dense
 from bridge.capture.loops.row_calls import NotRolledError, RowCalls
 from bridge.capture.observation import Draw, StepMasks
+from bridge.capture.rows import Record, values_in
 
-__all__ = ["FUSED", "CallLoop", "CallRows", "Role", "draw_of_steps", "dropping", "reached_from"]
+__all__ = ["FUSED", "MOST_OPERATORS", "CallLoop", "CallRows", "Role", "draw_of_steps", "dropping", "reached_from"]
+__all__ += ["unrolled_rows"]
+
+log = channel("dispatch")
 
 
 Role = Local | Carry | Constant | StepParts
@@ -229,3 +235,39 @@ def _fused_steps(loop: CallLoop, calls: RowCalls, drawn: Sequence[Draw]) -> Draw
 
 def _like(draw: Draw) -> torch.Tensor:
     return torch.empty_strided(draw.shape, draw.stride, device="meta")
+
+
+# Unrolled loops: a record → a refusal of thousands of unrolled steps.
+#
+# Each operator of a step is captured, lowered and planned by itself, which takes some hundredths of a second. A loop
+# differs from a deep network by its weights: every step reads the same ones.
+
+
+#: The most operators of a graph with unrolled steps: about five minutes of compilation.
+MOST_OPERATORS = 1 << 13
+#: Number of operators from which a warning is logged: about a minute.
+_MANY = MOST_OPERATORS >> 2
+_STEPS = 32
+"""Number of readers of one parameter from which they count as steps."""
+_HINT = "dispatch the cell that a step calls, or write the step so that it is found to repeat (docs/loops.md)"
+
+
+def unrolled_rows(record: Record, parameters: int, forward: str) -> list[Unsupported]:
+    """Refuses a record with unrolled steps and more than :data:`MOST_OPERATORS` rows; warns from a quarter of that.
+
+    Args:
+        parameters: the number of parameters, which are the record's first inputs.
+        forward: the name for messages.
+    """
+    count = len(record.rows)
+    if count <= _MANY:
+        return []
+    readers = Counter(number for row in record.rows for number in set(values_in((row.args, row.kwargs))))
+    if all(readers[number] < _STEPS for number in range(parameters)):
+        return []
+    if count <= MOST_OPERATORS:
+        words = "%s: a loop of %d operators is compiled step by step, which takes minutes: %s"
+        log.warning(words, forward, count, _HINT)
+        return []
+    reason = f"{count} operators of steps that are not proven to be equal, at most {MOST_OPERATORS} are compiled"
+    return [Unsupported("a long loop", forward, reason, _HINT)]
