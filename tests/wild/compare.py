@@ -121,12 +121,13 @@ def _moved_by_rounding(module: nn.Module) -> nn.Module:
 def verdict_on(family: Family) -> tuple[str, str]:
     """The verdict on a family, and a text."""
 
-    begun: dict[str, Any] = {}  # the first module's state: others may have uninitialized parameters
+    begun: dict[str, Any] = {}  # the first module's state (with its versions): others may have uninitialized parameters
 
     def made() -> tuple[nn.Module, Any]:
+        nonlocal begun
         torch.manual_seed(0)
         module, calls = family.build()
-        begun.update(begun or copy.deepcopy(dict(module.state_dict())))
+        begun = begun or copy.deepcopy(module.state_dict())
         module.load_state_dict(begun)
         return module, calls
 
