@@ -58,7 +58,7 @@ from bridge.capture.scalar_guards import (
 )
 from bridge.capture.select_at import at_numbers, shared_views
 from bridge.capture.whole_functions import HANDLERS
-from bridge.guards import ADDRESSES
+from bridge.guards import ADDRESSES, is_changeable
 
 __all__ = ["Functions"]
 
@@ -286,12 +286,14 @@ class Functions(TorchFunctionMode):
 
 
 def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:
-    """Whether a function is not torch's, or may call the user's code: a backward, or a callable among ``values``."""
+    """Whether a function is not torch's, or may call the user's code: a backward, or a callable or an object of a
+    user's class, with special methods, among ``values``."""
     is_torchs = not isinstance(func, FunctionType) or func.__module__.partition(".")[0] == "torch"
-    return not is_torchs or name in _RUN_BACKWARD or any(map(callable, values))
+    users = (callable(each) or (not isinstance(each, _PLAIN) and is_changeable(type(each))) for each in values)
+    return not is_torchs or name in _RUN_BACKWARD or any(users)
 
 
-_PLAIN = (torch.Tensor, str, int, float, type(None), slice, torch.dtype, torch.device)
+_PLAIN = (torch.Tensor, str, int, float, type(None), torch.dtype, torch.device)
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -301,6 +303,8 @@ def _leaves(value: Any) -> list[Any]:
         return [leaf for item in value for leaf in _leaves(item)]
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in _leaves(item)]
+    if isinstance(value, slice):
+        return [leaf for item in (value.start, value.stop, value.step) for leaf in _leaves(item)]
     return pytree.tree_leaves(value)
 
 

@@ -41,6 +41,7 @@ from bridge.guards.objects import (
     is_alive,
     is_changeable,
     is_held,
+    is_in_function,
 )
 from bridge.guards.sources import Frame, Sources
 from bridge.guards.watched import Place
@@ -347,6 +348,9 @@ class CallAnalysis(Sources):
         kind = type(value)
         if is_changeable(kind) and not is_a(value, type):
             self.attribute(value, "__call__")
+            reason = effect_of(value, "__call__") if callable(value) else None
+            if reason is not None and not is_in_function(frame.frame):
+                self.refuse(str(self.place(value)) or kind.__name__, frame.where, *reason)
         if is_a(value, nn.Module):  # its forward is profiled code, or machinery
             return
         given = self._given_to(frame, call)

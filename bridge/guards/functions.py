@@ -128,11 +128,17 @@ _CHANGING = {
 """Functions in C that change the process, by module, besides setters (``set*``) and audited operations."""
 
 
+_UNREPEATED = {("gc", "get_objects"), ("gc", "get_referrers"), ("sys", "getrefcount"), ("posix", "urandom")}
+_UNREPEATED |= {("_weakref", "getweakrefcount"), ("_weakref", "getweakrefs"), ("posix", "getrandom")}
+
+
 def effect_of_function(module: str, name: str, arguments: int, stream: Any = None) -> tuple[str, str] | None:
     """The reason why a compiled call cannot run a function in C, and the remedy; ``None`` if it can.
 
     ``arguments``: their number; ``stream``: the ``file`` argument of ``print``.
     """
+    if (module, name) in _UNREPEATED:
+        return "depends on what else the process holds, or on chance; a compiled call reads neither", OUTSIDE
     if (module, name) == ("_locale", "setlocale"):
         return CHANGES_FILES if arguments > 1 else None
     if module == "_csv" and name == "field_size_limit" and not arguments:
@@ -175,14 +181,14 @@ def does(kind: type, use: str) -> bool:
 
 
 _ASKED = """
-posix stat|posix lstat|posix access|posix readlink|posix sched_getaffinity|posix isatty|sys getsizeof|sys getrefcount
+posix stat|posix lstat|posix access|posix readlink|posix sched_getaffinity|posix isatty|sys getsizeof
 _decimal getcontext|decimal getcontext|_lru_cache_wrapper cache_info|_contextvars copy_context|ContextVar get
 type __subclasses__|type mro|_locale setlocale|_locale localeconv|_csv field_size_limit|_csv list_dialects
 atexit _ncallbacks|_codecs lookup|_warnings _filters_mutated|Generator initial_seed
 RandomState get_state|time localtime|time ctime|_imp lock_held|numpy geterr
 numpy._core._multiarray_umath _get_extobj_dict|lock locked|Context get|Context keys|Context values|Context items
-Context copy|datetime fromtimestamp|date fromtimestamp|numpy.core.umath getbufsize|_weakref getweakrefcount
-_weakref getweakrefs|torch._C _check_sparse_tensor_invariants|_abc get_cache_token|gc get_referents|_thread _count
+Context copy|datetime fromtimestamp|date fromtimestamp|numpy.core.umath getbufsize
+torch._C _check_sparse_tensor_invariants|_abc get_cache_token|gc get_referents|_thread _count
 SimpleQueue qsize|SimpleQueue empty|SemLock _is_zero|SemLock _count|SemLock _is_mine|SemLock _get_value
 Token old_value|numpy.core.umath geterrobj
 """

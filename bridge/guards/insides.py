@@ -146,6 +146,9 @@ class Insides(World):
         self.whole(value)
         for name in value.__code__.co_names if is_a(value, FunctionType) else ():
             self.name(value.__globals__, name, Place("global", name))
+        for name in ("__annotations__", "__dict__") if is_a(value, FunctionType) else ():
+            for each in self.attribute(value, name):
+                self.whole(each)
         if is_a(value, torch.Tensor | nn.Module | ModuleType | FunctionType):
             return
         if not is_a(value, CONTAINERS):

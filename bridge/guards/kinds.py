@@ -12,6 +12,7 @@ import gc
 import sys
 import types
 import warnings
+from _random import Random as _Random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ _QUEUES = "puts something into a queue or takes something out of it; a compiled 
 _STREAMS = "moves a stream or a digest that lies outside of the call on; a compiled call does not"
 _STORES = "reads or writes a store of several processes; a compiled call does not"
 _MOVES = "moves a generator or changes an object that lies outside of the call; a compiled call does not"
+_FOREIGN = "calls a library in C or reads memory by its address, whose state cannot be watched"
 OUTSIDE = "do it outside of forward"
 _EFFECTS: dict[tuple[str, str], tuple[str, str]] = {
     ("sqlite3", "execute executemany executescript commit rollback fetchone fetchall fetchmany"): (FILES, OUTSIDE),
@@ -49,6 +51,7 @@ _EFFECTS: dict[tuple[str, str], tuple[str, str]] = {
     ("_socket", "send sendall sendto recv recv_into recvfrom"): (FILES, OUTSIDE),
     ("_multiprocessing", "send recv send_bytes recv_bytes"): (_QUEUES, OUTSIDE),
     ("builtins", "send throw close add_note with_traceback"): (_MOVES, OUTSIDE),
+    ("_ctypes", "__call__ from_address"): (_FOREIGN, OUTSIDE),
     ("torch.distributed.distributed_c10d", "set add get wait delete_key append num_keys"): (_STORES, OUTSIDE),
 }
 _BY_MODULE = {module: (frozenset(names.split()), told) for (module, names), told in _EFFECTS.items()}
@@ -204,7 +207,8 @@ _ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], No
     ("numpy.random._generator", "Generator"): _numpys,
     ("numpy.random.mtrand", "RandomState"): _numpys,
     ("numpy.random.bit_generator", "BitGenerator"): (lambda value: _plain(value.state), None),
-    ("_random", "Random"): (lambda value: value.getstate(), lambda value, state: value.setstate(state)),
+    ("_random", "Random"): (_Random.getstate, _Random.setstate),
+    ("re", "Match"): (lambda value: [value.re, value.regs, value.string and value.string[:]], None),
     ("_ctypes", "_SimpleCData"): _memory,
     ("_ctypes", "Array"): _memory,
     ("_ctypes", "Structure"): _memory,
@@ -256,7 +260,7 @@ _UNCHANGING = {
     "types": "GenericAlias UnionType",
     "typing": "TypeVar ParamSpec TypeVarTuple TypeAliasType Union",
     "weakref": "ReferenceType weakref",
-    "re": "Pattern Match",
+    "re": "Pattern",
     "decimal": "Decimal",
     "datetime": "date time timedelta tzinfo datetime timezone",
     "zoneinfo": "ZoneInfo",
@@ -275,6 +279,7 @@ UNCHANGING = frozenset((module, name) for module, names in _UNCHANGING.items() f
 """Classes in C whose objects never change, or whose state has places of its own, by module and name."""
 
 _TOLD = (("builtins", "range"), ("decimal", "Decimal"), ("datetime", "date"), ("datetime", "timedelta"))
+_TOLD += (("datetime", "datetime"), ("datetime", "time"))
 
 
 def is_told(kind: type) -> bool:

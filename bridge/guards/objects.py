@@ -22,6 +22,7 @@ from weakref import ProxyTypes, ref
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from bridge.base.collector import are_frozen, has_frozen
 from bridge.base.threads import free_in_children
@@ -41,7 +42,7 @@ __all__ = [
     "fields_of",
 ]
 __all__ += ["function_or_object", "identity_of", "inner_function", "interesting", "is_alive", "is_changeable"]
-__all__ += ["is_held", "is_library", "is_ours", "names_of"]
+__all__ += ["is_held", "is_in_function", "is_library", "is_ours", "names_of"]
 
 ABSENT, ANY = object(), object()
 """Mark a missing value, and more plain values than are followed one by one."""
@@ -147,6 +148,13 @@ def class_entry(kind: type, name: str) -> Any:
         if name in held:
             return held[name]
     return ABSENT
+
+
+def is_in_function(frame: FrameType | None) -> bool:
+    """Whether an ``autograd.Function`` runs: each call runs it as it is, where it cannot be traced."""
+    while frame is not None and not any(is_a(each, FunctionCtx) for each in frame.f_locals.values()):
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_held(value: Any, name: Any) -> bool:

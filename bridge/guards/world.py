@@ -60,6 +60,7 @@ _SPECIAL = "__getattribute__ __getattr__ __bool__ __len__ __eq__ __iter__ __cont
 _MEMORY = ("__array_interface__", "__array_struct__", "__dlpack__", "ctypes", "data")
 """Attributes that give an array's or a buffer's address to code in C."""
 REGISTRIES = ("_parameters", "_buffers", "_modules")
+_OF_STATE_DICTS = ("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")
 
 
 class AskedTensors:
@@ -295,6 +296,7 @@ class World(Changes):
             return [found]
         if hasattr(type(class_entry(kind, name)), "__set__") and not is_a(class_entry(kind, name), property):
             return self._slot(owner, name, place)
+        self.validates |= name == "_validate_args" and issubclass(owner, Distribution)
         value, of_kind = self.class_name(owner, name), self.class_name(kind, name) if kind is not type else ABSENT
         return function_or_object(of_kind if value is ABSENT else value)
 
@@ -416,6 +418,10 @@ class World(Changes):
         if is_a(owner, torch.jit.ScriptModule) and name not in dir(torch.jit.ScriptModule):
             self.ask(getattr, (own, name, None), {}, f"{self.place(owner)}.{name}")
         self._looked_up(own, name)
+        for each in own.modules() if name == "state_dict" else ():
+            for part in map(each.__dict__.get, _OF_STATE_DICTS):
+                self.know(part, self.place(owner))
+                self.whole(part)
         held = owner.__dict__
         if reads_later():
             place = Place("attribute", name, self.place(owner).of)

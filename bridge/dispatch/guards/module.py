@@ -27,8 +27,8 @@ from bridge.dispatch.guards.module_conditions import (
     Tree,
     TreeConditions,
     owned_attributes,
+    read_tree,
     tensor_places,
-    tree_reader,
     was_read,
 )
 from bridge.dispatch.guards.tensors import LocalTensors, TensorGuard
@@ -128,8 +128,7 @@ class ModuleGuard:
             paths.setdefault(id(module), path)
         modules = list({id(module): module for _, module in named}.values())
         self._modules = modules[1:]
-        self._read = tree_reader(modules)
-        tree = self._read(modules, list(map(_DICT, modules)))
+        tree = read_tree(modules, list(map(_DICT, modules)))
         names = _names_looked_at(modules, paths, kept, reads)
         attributes = [
             (i, name, value)
@@ -183,7 +182,7 @@ class ModuleGuard:
             written = "True"
         source.add(f"known = {tree}.unwritten", f"if {written} or any(known.all_empty):")
         source.add(f"    known = {tree}.look(module, thorough)", "    if known is None:", "        return None")
-        same_hooks, read = source.name(self._conditions.hooks.holds, "same hooks"), source.name(self._read, "read tree")
+        same_hooks, read = source.name(self._conditions.hooks.holds, "same hooks"), source.name(read_tree, "read tree")
         source.refuse(f"known.hooked and not {same_hooks}({read}({modules}, list(map({attributes}, {modules}))))")
         found = [f"*map({get}, known.holders, known.names)"]
         if self._conditions.attribute_places:
@@ -216,12 +215,12 @@ class ModuleGuard:
         modules, known = [module, *self._modules], self.unwritten
         dicts, reads = list(map(_DICT, modules)), self.reads
         if thorough:
-            return self._look_at_tree(self._read(modules, dicts), thorough)
+            return self._look_at_tree(read_tree(modules, dicts), thorough)
         # counts are read before the comparisons: a concurrent write is seen at the next call
         versions, rebound, before = dict_versions(reads.dicts), self._rebound[0], self._last_rebound
         self._last_rebound, found = rebound, known
         if known is None or not known.holds(dicts, rebound):
-            found = self._look_at_tree(self._read(modules, dicts), thorough)
+            found = self._look_at_tree(read_tree(modules, dicts), thorough)
         is_rebound = known is None or known.rebound != rebound
         if found is not None and not reads.unchanged(versions, is_rebound):
             found = None
@@ -300,7 +299,7 @@ class ModuleGuard:
 
     def _tree(self, root: nn.Module) -> Tree:
         modules = [root, *self._modules]
-        return self._read(modules, list(map(_DICT, modules)))
+        return read_tree(modules, list(map(_DICT, modules)))
 
 
 def _explain_type(what: str, now: Any) -> GuardFailure:

@@ -18,7 +18,7 @@ from bridge.dispatch.guards.condition import Condition, differs
 from bridge.guards import alike
 from bridge.state import ModuleTensor, own_attributes, written_class
 
-__all__ = ["Looked", "Tree", "TreeConditions", "owned_attributes", "tensor_places", "tree_reader", "was_read"]
+__all__ = ["Looked", "Tree", "TreeConditions", "owned_attributes", "read_tree", "tensor_places", "was_read"]
 
 _STATE = itemgetter("_parameters", "_buffers", "_modules", "training", *MODULE_HOOKS)
 _REGISTRY_OF = {"parameter": "_parameters", "buffer": "_buffers", "attribute": ""}
@@ -54,19 +54,14 @@ class Tree(NamedTuple):
         return (self.dicts[owner][registry] if registry else self.dicts[owner]).get(name)
 
 
-def tree_reader(modules: Sequence[nn.Module]) -> Callable[[Sequence[nn.Module], Sequence[dict[str, Any]]], Tree]:
-    """A function that reads a :class:`Tree` from these modules, in a later state, and their dictionaries."""
-    has_flags = all("training" in module.__dict__ for module in modules)
-
-    def state(attributes: dict[str, Any]) -> tuple:
-        return _STATE({"training": None, **attributes})  # torch.compile's wrapper has no flag of its own
-
-    def read(modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> Tree:
-        columns = zip(*map(_STATE if has_flags else state, dicts), strict=True)
-        parameters, buffers, children, training, *hooks = columns
-        return Tree(modules, dicts, parameters, buffers, children, training, [h for kind in hooks for h in kind[1:]])
-
-    return read
+def read_tree(modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> Tree:
+    """The tree of these modules, which have these dictionaries."""
+    try:
+        columns = zip(*map(_STATE, dicts), strict=True)
+    except KeyError:  # torch.compile's wrapper has no flag of its own
+        columns = zip(*(_STATE({"training": None, **each}) for each in dicts), strict=True)
+    parameters, buffers, children, training, *hooks = columns
+    return Tree(modules, dicts, parameters, buffers, children, training, [h for kind in hooks for h in kind[1:]])
 
 
 class Looked(NamedTuple):

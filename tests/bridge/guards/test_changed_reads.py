@@ -197,6 +197,21 @@ table in a table: H = {i: [float(i)] * 3 for i in range(90)} | 2. + sum(v[1] for
 key of a table: H = {f'k{i}': float(i) for i in range(90)} | sum(H.values()) | H['k70'] = 3.
 process group: | 2. + torch.distributed.is_initialized()
   | torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+special method that torch calls: class C:~    k = 1~    def __index__(s): return s.k~H = C()
+  | torch.tensor([2., 3., 5.])[H:][0] | H.k = 2
+sequence that torch reads: H = collections.UserList([2.]) | torch.tensor(H)[0] | H.data[0] = 3.
+object that stands for a number: class C:
+  ~    k = 2.
+  ~    @classmethod
+  ~    def __torch_function__(c, f, t, a=(), w=None): return f(*[c.k if type(i) is c else i for i in a])
+  ~H = C() | torch.mul(torch.ones(()), H) | C.k = 3.
+match of a buffer: B = bytearray(b'2'); import re~H = re.match(b'.', B) | float(H[0]) | B[:] = b'3'
+annotations of a function: import typing~def f(a: int): pass
+  | 1. + len(typing.get_type_hints(f)) | f.__annotations__['b'] = int
+signature of a function: def f(a): pass
+  | 1. + len(inspect.signature(f).parameters) | f.__signature__ = inspect.Signature()
+checks of distributions: | 2. + torch.distributions.Distribution._validate_args
+  | torch.distributions.Distribution.set_default_validate_args(False)
 format_map: H = NS(d={'k': 2}) | float('{k}'.format_map(getattr(H, 'd'))) | H.d['k'] = 3
 """
 HITS = """
@@ -226,6 +241,7 @@ other level: H = logging.getLogger('tests.hit.a')
   | 2. + H.isEnabledFor(10) | logging.getLogger('tests.hit.b').setLevel(10)
 other module: | 2. + ('tests_no' in sys.modules) | sys.modules['tests_other'] = types
 equal array: H = np.array([2.]) | float(H[0]) | H = np.array([2.])
+equal time: import datetime; H = datetime.datetime(2020, 1, 2) | float(H.day) | H = datetime.datetime(2020, 1, 2)
 equal deque: H = collections.deque([2.]) | H[0] | H = collections.deque([2.])
 equal set: H = {1, 2} | float(len(H)) | H = {2, 1}
 equal with slots: @dataclasses.dataclass(slots=True)~class C: k: float = 2.~H = C() | H.k | H = C()
@@ -241,6 +257,17 @@ missing import: def f():~    try:~        import tests_never_there~        retur
   | f() | pass
 is_initialized: | 2. + torch.distributed.is_available() * torch.distributed.is_initialized() | pass
 nothing of decimals: | float(decimal.Decimal(2) / 1) | decimal.Decimal(1) / 3
+"""
+REFUSED = """
+memory at an address: V = ctypes.c_double(2.); A = ctypes.addressof(V)
+  | ctypes.c_double.from_address(A).value | memory by its address
+pointer to an address: V = ctypes.c_double(2.); A = ctypes.addressof(V)
+  | ctypes.cast(A, ctypes.POINTER(ctypes.c_double))[0] | memory by its address
+foreign function: L = ctypes.CDLL(None) | 2. + bool(L.getenv(b'TESTS_YY')) | a library in C
+weak references to an object: class C: pass~H = C() | 2. + weakref.getweakrefcount(H) | what else the process holds
+holders of an object: H = NS() | 2. + len(gc.get_referrers(H)) | what else the process holds
+the system's random numbers: | 2. + (os.urandom(1) == b'a') | on chance
+copied generator: import random; H = random.Random(1) | copy.copy(H).random() | a generator that is not torch's
 """
 
 
@@ -283,6 +310,7 @@ def put_back(monkeypatch):
     for name in set(sys.modules) - before:
         if name.startswith(("tests_", "read_", "user_")):
             del sys.modules[name]
+    torch.distributions.Distribution.set_default_validate_args(__debug__)
     for name in ("TESTS_YY", "TESTS_ZZ"):
         os.environ.pop(name, None)
 
@@ -315,6 +343,42 @@ def test_what_did_not_change_hits(case, where, tmp_path, monkeypatch):
     exec(change, space)
     torch.testing.assert_close(module(x), module.forward(x))
     assert stats(module).hits == 2, dict(stats(module).misses)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("case", cases(REFUSED).values(), ids=cases(REFUSED))
+def test_what_cannot_be_watched_is_refused(case, where, tmp_path, monkeypatch):
+    module, _, reason = module_of(case, where, tmp_path, monkeypatch)
+    with pytest.raises(UnsupportedModule, match=reason):
+        add_tvm_dispatch(module, torch.randn(3, 4), whole=True)
+
+
+class Flagged(torch.nn.Module):
+    def forward(self, x):
+        return x * (2 if self.training else 3)
+
+
+@pytest.mark.parametrize("change", ["saved buffers", "no flag of its own"])
+def test_changes_of_a_module_in_the_tree_are_seen(change, monkeypatch):
+    class M(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.flagged = torch.nn.Linear(4, 4), Flagged()
+            self.linear.register_buffer("extra", torch.ones(1))
+
+        def forward(self, x):
+            return self.flagged(self.linear(x)) * (1 + len(self.state_dict()))
+
+    module, x = M(), torch.randn(3, 4)
+    add_tvm_dispatch(module, x)
+    before = module(x)
+    if change == "saved buffers":
+        module.linear.register_buffer("extra", module.linear.extra, persistent=False)
+    else:
+        monkeypatch.setattr(Flagged, "training", False, raising=False)
+        del module.flagged.training
+    torch.testing.assert_close(module(x), module.forward(x))
+    assert stats(module).hits == 1 and stats(module).misses and not torch.allclose(module(x), before)
 
 
 REGISTERED = """
