@@ -91,10 +91,11 @@ def _captured(function: Any, name: str) -> Any:
     return function.__closure__[names.index(name)].cell_contents if name in names else None
 
 
-def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def applied(function: type[torch.autograd.Function], **attributes: Any) -> Callable[..., Any]:
     """``function.apply`` without its search for functorch's wrappers in each argument: the guard has excluded them.
 
-    Its nodes call ``function.backward`` without torch's search for ``vjp``.
+    Its nodes call ``function.backward`` without torch's search for ``vjp``. ``attributes``: of nodes that set no other.
     """
-    node_class(function).apply = function.backward
+    for name, value in {"apply": function.backward, **attributes}.items():
+        setattr(node_class(function), name, value)
     return super(torch.autograd.Function, function).apply

@@ -145,6 +145,12 @@ empty_strided: Callable[..., torch.Tensor] = find(
     "torch._C._dynamo.guards._empty_strided_cpu", lambda *form: torch.empty_strided(*form[:2], dtype=form[2])
 )
 """(shape, strides, dtype) → a CPU tensor; Inductor's, half a microsecond faster than ``torch.empty_strided``."""
+tensor_at: Callable[..., torch.Tensor] = find(
+    "torch._C._dynamo.guards._reinterpret_tensor",
+    lambda of, shape, strides, offset: of.as_strided(shape, strides, of.storage_offset() + offset).data,
+)
+"""(tensor, shape, strides, offset behind its first element) → a tensor in its memory, to autograd no view; Inductor's,
+in half the time of ``as_strided``."""
 is_dense: Callable[[torch.Tensor], bool] = find("torch._prims_common.is_non_overlapping_and_dense_or_false")
 elementwise_dtypes = find("torch._prims_common.elementwise_dtypes")
 ELEMENTWISE_TYPE_PROMOTION_KIND = find("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND")

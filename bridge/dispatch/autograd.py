@@ -89,12 +89,19 @@ class _Dispatched(torch.autograd.Function):
         for act in actions:
             act(call)
         values = call.values
-        ctx.save_for_backward(*call.saved)
-        ctx.types = [each.dtype for each in call.saved] if saved_tensors_hooks() is not None else None
-        ctx.held, ctx.watched, ctx.beside, ctx.later = call.held, call.watched, call.beside, call.later
+        ctx.to_save, ctx.materialize_grads = tuple(call.saved), False  # as save_for_backward and the other setter do
+        if saved_tensors_hooks() is not None:
+            ctx.types = [each.dtype for each in call.saved]
+        if call.held is not None:
+            ctx.held = call.held
+        if call.watched is not None:
+            ctx.watched = call.watched
+        if call.beside is not None:
+            ctx.beside = call.beside
+        if call.later is not None:
+            ctx.later = call.later
         call.values = call.saved = call.held = call.watched = None  # autograd's from here on
         ctx.programs = programs
-        ctx.set_materialize_grads(False)
         if programs.not_differentiable:
             ctx.mark_non_differentiable(*[values[i] for i in programs.not_differentiable])
         return tuple(values[: programs.num_outputs])
@@ -134,7 +141,7 @@ class _Dispatched(torch.autograd.Function):
         if torch.is_autocast_enabled(programs.device_type):
             run = partial(outside_autocast, programs.device_type, run)
         if not len_function_stack():
-            return _with_beside(ctx, run(inputs))
+            return (None, None, None, *run(inputs)) if ctx.beside is None else _with_beside(ctx, run(inputs))
         with no_torch_function():  # a mode of the user's, or a default device
             return _with_beside(ctx, run(inputs))
 
@@ -146,7 +153,7 @@ def _with_beside(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[to
     return (None, None, None, *gradients)
 
 
-apply = applied(_Dispatched)
+apply = applied(_Dispatched, types=None, held=None, watched=None, beside=None, later=None)
 
 
 class _Later(torch.autograd.Function):

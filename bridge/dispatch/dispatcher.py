@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from bridge.base.errors import (
     INTERPRETER,
@@ -45,11 +46,7 @@ from bridge.capture import ALL_COUNTS, CAPTURES, DynamicDim, LoopedCall, is_trac
 from bridge.compile import Backend, Mode, RecordedGraphs
 from bridge.dispatch.agreement import match_together, no_eager_run
 from bridge.dispatch.automatic_dynamic import AutomaticDynamicShapes
-from bridge.dispatch.compile_entry import (
-    backend_of_call,
-    compile_entry,
-    require_capturable,
-)
+from bridge.dispatch.compile_entry import backend_of_call, compile_entry, require_capturable
 from bridge.dispatch.entries import CompileBudget, DispatchStats, Entries, advice, no_entry
 from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.guards import GuardFailure, active_modes
@@ -90,6 +87,10 @@ class _Shell(nn.Module):
 def call_with_hooks(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """``module(*args, **kwargs)`` with ``forward`` in place of its forward; runs the module's and the global hooks."""
     return _Shell(module, forward)._call_impl(*args, **kwargs)
+
+
+def _eager(module: nn.Module) -> Callable[..., Any]:
+    return module._call_impl if has_global_hooks() else module.forward
 
 
 log, guards_log = channel("dispatch"), channel("guards")
@@ -179,7 +180,7 @@ class Dispatcher:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's call: handles copies of the module, traces and hooks, then dispatches."""
         module = self._module()
-        is_dynamo = torch.compiler.is_dynamo_compiling()
+        is_dynamo = is_dynamo_compiling()
         if not is_dynamo:  # Dynamo does not support sys._getframe
             caller = sys._getframe(1)
             if caller.f_globals is MODULE_FILE and (called := caller.f_locals.get("self", module)) is not module:
@@ -192,24 +193,22 @@ class Dispatcher:
             if is_traced_here():
                 return module._call_impl(*args, **kwargs)
         if (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or has_global_hooks()
-        ):
-            if has_global_hooks():  # they run for modules inside as well: the call misses
-                return self.dispatch(module, args, kwargs, eager=module._call_impl)
+            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        ) and not has_global_hooks():
             if module._backward_hooks and not module._is_full_backward_hook:
                 return self._miss(SampleCall(module, args, kwargs), _OLD_HOOK, module._call_impl)
-            return call_with_hooks(module, lambda *args, **kwargs: self.dispatch(module, args, kwargs), args, kwargs)
+            inside = lambda *args, **kwargs: self.dispatch(module, args, kwargs, eager=module.forward)  # noqa: E731
+            return call_with_hooks(module, inside, args, kwargs)
         return self.dispatch(module, args, kwargs)
 
     def dispatch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], eager: Any = None) -> Any:
-        """Runs the matching entry, or proceeds as ``on_miss`` says; ``eager``: for eager calls, by default forward."""
+        """Runs the matching entry, or proceeds as ``on_miss`` says.
+
+        ``eager``: for eager calls; by default forward, with the global hooks, which run for modules inside as well.
+        """
         failed = None
         if self.entries.group is not None:
-            return self._together(SampleCall(module, args, kwargs), eager or module.forward)
+            return self._together(SampleCall(module, args, kwargs), eager or _eager(module))
         try:
             for entry in self.entries.all:
                 inputs = entry.guard.check(module, args, kwargs)
@@ -217,7 +216,7 @@ class Dispatcher:
                     return entry(inputs, module)
         except GuardFailure as failure:
             failed = failure
-        return self._look_closer(SampleCall(module, args, kwargs), eager or module.forward, failed)
+        return self._look_closer(SampleCall(module, args, kwargs), eager or _eager(module), failed)
 
     def _together(self, call: SampleCall, eager: Any) -> Any:
         """Runs the matching entry if the other processes run the same one, else eager."""

@@ -19,7 +19,7 @@ from bridge.base.errors import MODULE, GuardFailure, Unsupported, UnsupportedMod
 from bridge.base.tensor_properties import properties_of
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.kinds import CONTAINERS, is_a
-from bridge.guards.objects import names_of
+from bridge.guards.objects import is_changeable, names_of
 from bridge.guards.recording import Reads
 from bridge.guards.watched import (
     ABSENT,
@@ -326,7 +326,7 @@ def _dicts_of(item: Name | ClassName | Contents | Answer) -> list[dict] | None:
         found = [dict_behind(item.space) if type(item.space) is dict else None]
     else:
         kind = item.args[0] if isinstance(item, Answer) else item.kind
-        found = [dict_behind(vars(base)) for base in kind.__mro__ if base is not object]
+        found = [dict_behind(vars(base)) for base in kind.__mro__ if is_changeable(base)]
     return None if None in found else found
 
 

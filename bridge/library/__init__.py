@@ -14,6 +14,7 @@ from bridge.library.registry import (
     FUNCTIONS,
     INTO_GIVEN,
     NEVER_RAISE,
+    OUT_FUNCTIONS,
     OUT_KERNELS,
     REDRAWS,
     TensorAt,
@@ -23,5 +24,5 @@ from bridge.library.registry import (
     invoke_into,
 )
 
-__all__ = ["ALIGNMENT", "DRAWS", "DRAWS_AT_OFFSET", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_KERNELS"]
-__all__ += ["REDRAWS", "TensorAt", "TensorsAt", "dense", "invoke", "invoke_into", "waits_for_the_device"]
+__all__ = ["ALIGNMENT", "DRAWS", "DRAWS_AT_OFFSET", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_FUNCTIONS"]
+__all__ += ["OUT_KERNELS", "REDRAWS", "TensorAt", "TensorsAt", "dense", "invoke", "invoke_into", "waits_for_the_device"]

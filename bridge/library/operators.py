@@ -17,7 +17,7 @@ from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_internals import VF, aten, linear_pointwise, storage_id
 from bridge.capture import apply_opaque, backward_opaque, exchange
 from bridge.library.convolution import move, pad_into
-from bridge.library.registry import library_function, out_kernel
+from bridge.library.registry import library_function, out_function, out_kernel
 
 __all__ = ["waits_for_the_device"]
 
@@ -203,10 +203,9 @@ def _take(outs: Tensors, args: Tensors, axis: int) -> None:
     VF.index_select(args[0], axis, args[1], out=outs[0])
 
 
-@out_kernel("mm")
-def _mm(outs: Tensors, args: Tensors) -> None:
-    VF.mm(args[0], args[1], out=outs[0])
-
+out_function("mm", VF.mm)
+out_function("bmm", VF.bmm)
+out_function("mm_biased", VF.addmm)  # a matrix product plus a row vector, added before rounding
 
 _ZEROS: dict[tuple[torch.device, int], torch.Tensor] = SESSION.cache("programs", {})
 """Zero vectors by (device, length, a power of two). Never freed: recorded graphs read them at their addresses."""
@@ -234,21 +233,10 @@ def _mm_lt(outs: Tensors, args: Tensors) -> None:
     VF.addmm(_ZEROS[key][:count], args[0], args[1], out=outs[0])
 
 
-@out_kernel("mm_biased")
-def _mm_biased(outs: Tensors, args: Tensors) -> None:
-    """A matrix product plus a row vector, added before rounding."""
-    VF.addmm(args[0], args[1], args[2], out=outs[0])
-
-
 @out_kernel("mm_wide")
 def _mm_wide(outs: Tensors, args: Tensors) -> None:
     """A matrix product of half-precision operands with a float32 result, on a GPU."""
     VF.mm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
-
-
-@out_kernel("bmm")
-def _bmm(outs: Tensors, args: Tensors) -> None:
-    VF.bmm(args[0], args[1], out=outs[0])
 
 
 @out_kernel("bmm_wide")

@@ -16,8 +16,9 @@ import torch
 from bridge.base.torch_internals import AbsentOperator, storage_id
 from bridge.capture import share_elements
 
-__all__ = ["DRAWS", "DRAWS_AT_OFFSET", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_KERNELS", "REDRAWS", "TensorAt"]
-__all__ += ["TensorsAt", "dense", "into_given", "invoke", "invoke_into", "library_function", "out_kernel"]
+__all__ = ["DRAWS", "DRAWS_AT_OFFSET", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_FUNCTIONS", "OUT_KERNELS"]
+__all__ += ["REDRAWS", "TensorAt", "TensorsAt", "dense", "into_given", "invoke", "invoke_into", "library_function"]
+__all__ += ["out_function", "out_kernel"]
 
 Function = Callable[..., Any]
 
@@ -29,6 +30,9 @@ FUNCTIONS: dict[str, Function] = {}
 
 OUT_KERNELS: dict[str, Function] = {}
 """Kernels that write into given tensors, by name: ``kernel(outs, args, *attributes)``; disjoint from the functions."""
+
+OUT_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {}
+"""The kernels that are a function of torch: ``function(*args, out=out)``."""
 
 INTO_GIVEN: dict[str, Function] = {}
 """For some of these functions, a variant that writes the same results into given tensors, where it can:
@@ -85,6 +89,12 @@ def out_kernel(name: str) -> Callable[[Function], Function]:
         return function
 
     return register
+
+
+def out_function(name: str, function: Callable[..., torch.Tensor]) -> None:
+    """Registers a function of torch that writes into ``out=``, as a kernel without attributes."""
+    out_kernel(name)(lambda outs, args: function(*args, out=outs[0]))
+    OUT_FUNCTIONS[name] = function
 
 
 def _unused(name: str) -> str:

@@ -24,14 +24,14 @@ from torch.autograd import profiler
 from autodiff.lazy import cached_property
 from bridge.base.devices import HOST
 from bridge.base.pytrees import picker
-from bridge.base.torch_internals import VF, empty_strided
+from bridge.base.torch_internals import VF, empty_strided, tensor_at
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
 from bridge.compile.runtime.layout import ARENAS, ArenaPool, InputForms, PoolBlock, PoolUser
 from bridge.compile.runtime.loop import loop_action
 from bridge.compile.runtime.loop_frame import Drive, Instruction, LoopFrames, RunLoop, is_framed
 from bridge.compile.runtime.program import Program
-from bridge.library import FUNCTIONS, OUT_KERNELS, dense, invoke
+from bridge.library import FUNCTIONS, OUT_FUNCTIONS, OUT_KERNELS, dense, invoke
 
 __all__ = ["Action", "Actions", "Arrays", "Executor", "bind", "bind_all", "last_uses", "with_constants"]
 
@@ -100,16 +100,21 @@ def _view(view: MakeView) -> Action:
 def _make_view(
     base: int, slot: int, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, registers: list
 ) -> None:
-    tensor = registers[base]
-    registers[slot] = tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+    registers[slot] = tensor_at(registers[base], shape, strides, offset)
 
 
 def _library(call: CallLibrary) -> Action:
     reads, writes, attrs = call.reads, call.writes, call.attrs
+    if call.name in OUT_FUNCTIONS:
+        return partial(_write_into, OUT_FUNCTIONS[call.name], picker(reads), writes[0])
     if not call.allocates:
         return partial(_write, OUT_KERNELS[call.name], picker(writes), picker(reads), attrs)
     values = [list(value) if isinstance(value, tuple) else value for value in attrs]  # torch's lists of integers
     return partial(_allocate, FUNCTIONS[call.name], values, reads, writes)
+
+
+def _write_into(function: Callable, args: Callable, out: int, registers: list) -> None:
+    function(*args(registers), out=registers[out])
 
 
 def _write(write: Callable, outs: Callable, args: Callable, attrs: tuple, registers: list) -> None:
@@ -212,9 +217,7 @@ class Executor:
         self._static_views = [bind(view, {}, {}) for view in layout.views]
         self._forms = InputForms(program.name, layout.params, device)
         self._fresh = [(made.slot, made.shape, dense_strides(made.shape), made.torch_dtype) for made in layout.fresh]
-        views = {step.writes[0] for step in (*layout.views, *self.steps) if isinstance(step, MakeView)}
         self._results = picker(layout.results)
-        self._viewed = [i for i, slot in enumerate(layout.results) if slot in views]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
 
     @cached_property
@@ -260,8 +263,6 @@ class Executor:
                         registers[slot] = memory
                 self._act(registers)
                 results = [*self._results(registers)]
-                for i in self._viewed:  # autograd forbids writing into an output that it knows as a view
-                    results[i] = results[i].data
                 for i, tensor in passed_on:
                     results[i] = tensor
                 return results
