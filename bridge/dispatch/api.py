@@ -110,10 +110,14 @@ def _add(dispatcher: Dispatcher, call: SampleCall, options: DispatchOptions, is_
     return _add(dispatcher, call, replace(options, divide=None), is_whole)
 
 
-def _require_arguments(module: Any, others: tuple, on_miss: Any, cuda_graphs: Any, **flags: Any) -> None:
-    """Raises for an argument of :func:`add_tvm_dispatch` of a wrong type, or out of range."""
+def _require_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
+
+
+def _require_arguments(module: Any, others: tuple, on_miss: Any, cuda_graphs: Any, **flags: Any) -> None:
+    """Raises for an argument of :func:`add_tvm_dispatch` of a wrong type, or out of range."""
+    _require_module(module)
     if others:
         raise TypeError(f"sample_input: {1 + len(others)} arguments want a tuple, add_tvm_dispatch(module, (x, y))")
     if on_miss not in ON_MISS:
@@ -156,8 +160,7 @@ def dispatch_at_first_call(
 
 def remove_tvm_dispatch(module: Module) -> Module:
     """Implements :func:`bridge.remove_tvm_dispatch`."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
+    _require_module(module)
     remove_parts(module)
     uninstall(module)
     return module
@@ -165,8 +168,7 @@ def remove_tvm_dispatch(module: Module) -> Module:
 
 def stats(module: nn.Module) -> DispatchStats:
     """Implements :func:`bridge.stats`."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
+    _require_module(module)
     dispatcher, parts = dispatcher_of(module), parts_of(module)
     if parts is not None:
         return PartStats(module, parts)

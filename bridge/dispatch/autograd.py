@@ -146,10 +146,10 @@ class _Dispatched(torch.autograd.Function):
             return _with_beside(ctx, run(inputs))
 
 
-def _with_beside(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """The node's gradients plus the gradients that nodes of chained results have computed."""
+def _with_beside(ctx: Any, gradients: Sequence[torch.Tensor | None], node: int = 0) -> tuple[torch.Tensor | None, ...]:
+    """A node's gradients plus the gradients that nodes of chained results have computed."""
     if ctx.beside is not None and not ctx.beside.is_empty:
-        gradients = ctx.beside.taken(gradients, ctx.programs.nodes[0])
+        gradients = ctx.beside.taken(gradients, ctx.programs.nodes[node])
     return (None, None, None, *gradients)
 
 
@@ -174,9 +174,7 @@ class _Later(torch.autograd.Function):
         run, device = run_of_token(token), programs.device_type
         with no_torch_function() if len_function_stack() else nullcontext():
             gradients = outside_autocast(device, run, node) if torch.is_autocast_enabled(device) else run(node)
-        if ctx.beside is not None and not ctx.beside.is_empty:
-            gradients = ctx.beside.taken(gradients, programs.nodes[node])
-        return (None, None, None, *gradients, *[token] * (node < len(programs.nodes) - 1))
+        return (*_with_beside(ctx, gradients, node), *[token] * (node < len(programs.nodes) - 1))
 
 
 _later = applied(_Later)

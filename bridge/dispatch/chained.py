@@ -99,9 +99,13 @@ class _Hooks(OrderedDict):
 def take_hooks(call: Any) -> None:
     """Gives each result a :class:`_Hooks` for later hooks, registered as in ``Tensor.register_hook``."""
     for tensor in call.computed:
-        if tensor.requires_grad and tensor._backward_hooks is None:
-            tensor._backward_hooks = _Hooks()
-            tensor.grad_fn._register_hook_dict(tensor)
+        _take_hooks_of(tensor)
+
+
+def _take_hooks_of(tensor: torch.Tensor) -> None:
+    if tensor.requires_grad and tensor._backward_hooks is None:
+        tensor._backward_hooks = _Hooks()
+        tensor.grad_fn._register_hook_dict(tensor)
 
 
 class _Looked:
@@ -109,9 +113,7 @@ class _Looked:
 
     def __init__(self, tensor: torch.Tensor):
         self._alive = weakref.ref(tensor)
-        if tensor.requires_grad and tensor._backward_hooks is None:  # as :func:`take_hooks`
-            tensor._backward_hooks = _Hooks()
-            tensor.grad_fn._register_hook_dict(tensor)
+        _take_hooks_of(tensor)
         self._hooks, self._version = tensor._backward_hooks, tensor._version
 
     def tensor(self) -> torch.Tensor | None:

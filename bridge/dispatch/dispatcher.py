@@ -44,7 +44,6 @@ from bridge.base.torch_internals import (
 )
 from bridge.capture import ALL_COUNTS, CAPTURES, DynamicDim, LoopedCall, is_traced_here, same_numbers, uninitialized
 from bridge.compile import Backend, Mode, RecordedGraphs
-from bridge.dispatch.agreement import match_together, no_eager_run
 from bridge.dispatch.automatic_dynamic import AutomaticDynamicShapes
 from bridge.dispatch.compile_entry import backend_of_call, compile_entry, require_capturable
 from bridge.dispatch.entries import CompileBudget, DispatchStats, Entries, advice, no_entry
@@ -220,13 +219,15 @@ class Dispatcher:
 
     def _together(self, call: SampleCall, eager: Any) -> Any:
         """Runs the matching entry if the other processes run the same one, else eager."""
-        found, is_agreed = match_together(self.entries, call, self._match)
+        found, is_agreed = self.entries.match_together(call, self._match)
         if is_agreed and isinstance(found, GuardFailure):
             found = self._learned(call, found) or found
         if isinstance(found, GuardFailure):
             return self._miss(call, found, eager)
-        with no_eager_run():
+        try:
             return found[0](found[1], call.module)
+        except GuardFailure as failure:  # the other processes have gone on, and eager must not
+            raise RuntimeError(failure.reason) from failure.__cause__
 
     def _look_closer(self, call: SampleCall, eager: Any, failed: GuardFailure | None) -> Any:
         """The slow path: a call that fails the fast check of every entry.

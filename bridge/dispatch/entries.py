@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from bridge.base.errors import INTERPRETER, GuardFailure
+from bridge.base.errors import INTERPRETER, RUN, GuardFailure
 from bridge.base.pytrees import leaf_names
+from bridge.base.torch_distributed import greatest
 from bridge.base.torch_internals import pytree
 from bridge.compile import RecordedGraphs
 from bridge.dispatch.entry import Entry
@@ -79,6 +81,26 @@ class Entries:
         """Replaces entries by a new one."""
         self.drop(*gone)
         self.add(entry)
+
+    def match_together(self, call: SampleCall, match: Callable[[SampleCall], Any]) -> tuple[Any, bool]:
+        """The matching entry and its inputs, or a guard failure; and whether all processes of the group chose alike.
+
+        A compiled call needs fewer collectives than eager: a process that ran eager beside it would exchange the wrong
+        tensors. So the processes compare their choices first, by one exchange of two numbers.
+
+        ``match``: the closer look at a call that fails the fast check of every entry.
+        """
+        checks = ((entry, entry.guard.check(call.module, call.args, call.kwargs)) for entry in self.all)
+        found = next((each for each in checks if each[1] is not None), None) or match(call)
+        misses = isinstance(found, GuardFailure)
+        choice = 0 if misses else 1 + self.all.index(found[0])
+        high, low = greatest([choice, -choice], self.group)
+        if high == -low:
+            return found, True
+        if not misses:
+            words = "another process of the group runs another entry, or none", "all of them run eager"
+            found = GuardFailure(RUN, *words)
+        return found, False
 
     def drop(self, *entries: Entry) -> None:
         """Removes entries; their hits stay counted."""

@@ -20,8 +20,8 @@ from bridge.base.torch_distributed import Sharding, is_distributed, local_tensor
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS, pytree
 from bridge.state.values import CONTAINERS, same_inside, snapshot
 
-__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "hooks_of", "module_tensors", "own_attributes", "tensor_attribute"]
-__all__ += ["tensor_problem", "written_class"]
+__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "hooks_of", "module_tensors", "own_attributes", "tensor_problem"]
+__all__ += ["written_class"]
 
 # nn.Module's own entries of __dict__; parameters, buffers, submodules and flags are guarded separately.
 # torch.compile(module) and transformers add a flag.
@@ -80,22 +80,16 @@ class Snapshot:
 
     def changes(self) -> list[str]:
         """Dotted names of attributes that were set, deleted or changed in place since the snapshot."""
-        found = []
-        for name, module, before in self._modules:
-            prefix = name + "." if name else ""
-            keys = list(dict.fromkeys((*before, *module.__dict__)))
-            found += [
-                prefix + key
-                for key in keys
-                if not _is_renewed(module, key)
-                if key not in before or key not in module.__dict__ or not same_inside(before[key], module.__dict__[key])
-            ]
-        owners = {id(module): name for name, module, _ in self._modules}
+        owners = {id(own): name for name, module, _ in self._modules for own in (module, module.__dict__)}
+        found = [
+            (owners[id(own)], key)
+            for own, key, held in self.written()
+            if not (held and key in own and same_inside(held[0], own[key]))
+        ]
         for module, key, value, contents in self._containers:
             if not _is_renewed(module, key) and not same_inside(contents, value):
-                prefix = owners[id(module)]
-                found.append(f"{prefix}.{key}" if prefix else key)
-        return sorted(set(found))
+                found.append((owners[id(module)], key))
+        return sorted({f"{path}.{key}" if path else key for path, key in found})
 
     def has(self, path: str, name: str) -> bool:
         """Whether the module at ``path`` had the attribute."""
@@ -160,12 +154,12 @@ class ModuleTensor:
     def name(self) -> str:
         return self.names[0]
 
+    def __str__(self) -> str:
+        return f"{self.kind} '{self.name}'"
 
-def module_tensors(module: nn.Module, attributes: Sequence[str] = ()) -> tuple[list[ModuleTensor], list[torch.Tensor]]:
-    """A module → its parameters and buffers, in its own order, tied ones once; then tensors that are plain attributes.
 
-    Args:
-        attributes: dotted names of the plain attributes that forward reads; names of other values are skipped.
+def module_tensors(module: nn.Module) -> tuple[list[ModuleTensor], list[torch.Tensor]]:
+    """A module → its parameters and buffers, in its own order, tied ones once.
 
     Raises:
         UnsupportedModule: a tensor is not plain and dense, or its name does not lead to a module of the tree.
@@ -178,30 +172,19 @@ def module_tensors(module: nn.Module, attributes: Sequence[str] = ()) -> tuple[l
     for kind, items in kinds:
         for name, tensor in items:
             named.setdefault(id(tensor), (kind, tensor, []))[2].append(name)
-    for name in attributes:
-        if (tensor := tensor_attribute(module, name)) is not None:
-            named.setdefault(id(tensor), ("attribute", tensor, []))[2].append(name)
     tensors = []
     paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
     for kind, tensor, names in named.values():
         sharding = sharding_of(tensor) if kind == "parameter" and is_distributed(tensor) else None
         local = tensor if sharding is None else local_tensor(tensor)
         problem = tensor_problem(local)
-        if kind != "attribute" and any(name.rpartition(".")[0] not in paths for name in names):
+        if any(name.rpartition(".")[0] not in paths for name in names):
             problem = "a module names it in its own way (TensorDictParams), and no module of the tree holds it by that"
         if problem:
             raise UnsupportedModule(type(module).__name__, [Unsupported(names[0], names[0], problem)])
         layout = (tuple(local.shape), local.stride(), local.dtype)
         tensors.append(ModuleTensor(kind, tuple(names), *layout, tensor.requires_grad, sharding=sharding))
     return tensors, [tensor for _, tensor, _ in named.values()]
-
-
-def tensor_attribute(module: nn.Module, path: str) -> torch.Tensor | None:
-    """The tensor attribute at a dotted path, or ``None`` for a literal that export lifted out of the code."""
-    value: object = module
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def tensor_problem(tensor: torch.Tensor) -> str | None:

@@ -141,8 +141,7 @@ class EntryGuard:
         self.sizes, self.later = self.arguments.sizes, self.tree.reads.later
         owned, self.frozen = self.tree.tensors(module), None
         if frozen is not None:
-            kinds = [f"{spec.kind} '{spec.name}'" for spec in captured.module_tensors]
-            self.frozen = FrozenTensors(owned, kinds, frozen)
+            self.frozen = FrozenTensors(owned, [*map(str, captured.module_tensors)], frozen)
         self.inputs = self._input_guard(captured, owned, arguments)
         self.settling: Settling | None = None
         self.is_later = False
@@ -224,18 +223,15 @@ class EntryGuard:
         return True
 
     @contextmanager
-    def _settled(self) -> Iterator[None]:
-        """Context in which the writes of a first call are in effect."""
-        with self.trial():
-            if self.settling is not None and self.settling.is_before():
-                self.settling.do()
-            yield
+    def trial(self, settled: bool = False) -> Iterator[None]:
+        """Context that undoes the writes of :meth:`match` to the user's objects at its end.
 
-    @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Context that undoes the writes of :meth:`match` to the user's objects at its end."""
+        ``settled``: performs the writes of a first call at its begin.
+        """
         is_before = self.settling is not None and self.settling.is_before()
         try:
+            if is_before and settled:
+                self.settling.do()
             yield
         finally:
             if is_before:
@@ -255,12 +251,12 @@ class EntryGuard:
 
     def tensors(self, module: nn.Module) -> list[torch.Tensor]:
         """The module's current tensors, in the order of the inputs."""
-        with self._settled():
+        with self.trial(settled=True):
             return self.tree.tensors(module)
 
     def module_failure(self, module: nn.Module) -> GuardFailure | None:
         """The first condition on the module that fails, training flags aside."""
-        with self._settled():
+        with self.trial(settled=True):
             return self.tree.failure(module)
 
     def changed_numbers(self, call: SampleCall) -> dict[NumberPlace, Any] | None:

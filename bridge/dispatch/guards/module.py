@@ -91,15 +91,11 @@ def _tensor_guard(found: Sequence[torch.Tensor], tensors: Sequence[ModuleTensor]
     return TensorGuard(
         found,
         kinds=[parameter if spec.kind == "parameter" and spec.sharding is None else either for spec in tensors],
-        names=_names(tensors),
+        names=[*map(str, tensors)],
         stage=MODULE,
         saves=saves,
         explain_type=_explain_type,
     )
-
-
-def _names(tensors: Sequence[ModuleTensor]) -> list[str]:
-    return [f"{spec.kind} '{spec.name}'" for spec in tensors]
 
 
 class ModuleGuard:
@@ -153,7 +149,7 @@ class ModuleGuard:
         self._conditions = TreeConditions(
             tree, list(paths.values()), attributes, names, tensors, index, kinds, found.ties
         )
-        self._locals = LocalTensors(_names(tensors), [spec.sharding for spec in tensors])
+        self._locals = LocalTensors([*map(str, tensors)], [spec.sharding for spec in tensors])
         self._tensors = _tensor_guard(self._found(tree), tensors, saves)
         self.sets_attributes = bool(captured.state.counters or kept)
         self._rebound, self._last_rebound = rebound_count(), -1.0

@@ -302,7 +302,7 @@ class TreeConditions:
         """Checked before the tensors are compared, see :func:`bridge.base.tensor_properties.is_nested`."""
 
         def explain(place: int, then: bool, now: bool) -> GuardFailure:
-            return GuardFailure(MODULE, f"layout of {tensors[place].kind} '{tensors[place].name}'", "a nested tensor")
+            return GuardFailure(MODULE, f"layout of {tensors[place]}", "a nested tensor")
 
         return Condition(
             "nested tensors",
@@ -316,8 +316,7 @@ class TreeConditions:
 
         def explain(place: int, then: bool, now: bool) -> GuardFailure:
             first, _, name = self._ties[place]
-            what = f"{tensors[first].kind} '{tensors[first].name}'"
-            return GuardFailure(MODULE, f"{what} is no longer tied to '{name}'")
+            return GuardFailure(MODULE, f"{tensors[first]} is no longer tied to '{name}'")
 
         return Condition(
             "ties",

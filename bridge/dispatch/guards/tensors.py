@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -182,10 +182,10 @@ class LocalTensors:
 
     def of(self, tensors: Sequence[Any]) -> list[Any] | None:
         """The tensors of a compiled call; ``None`` if one is distributed in another way."""
+        if self.failure(tensors) is not None:
+            return None
         found = list(tensors)
         for place, _, then in self._expected:
-            if not _is_placed(tensors[place], then):
-                return None
             found[place] = entering(tensors[place], then.gradient)
         return found
 
@@ -227,8 +227,13 @@ def _explain(each: Property, stage: int, what: str, then: Any, now: Any) -> Guar
 
 
 _STATISTICS = {"running_mean", "running_var"}
-_CHANGES = attrgetter("_version")
-_ADDRESS = torch.Tensor.data_ptr
+_REWRITTEN = "changed in place since it was frozen"
+_FROZEN = (
+    (object.__hash__, "another tensor took its place since it was frozen"),  # ``id`` is an audit event
+    (attrgetter("_version"), _REWRITTEN),
+    (torch.Tensor.data_ptr, "moved in memory since it was frozen"),
+)
+"""What must be equal of a frozen tensor, and the words for another value."""
 
 
 class FrozenTensors:
@@ -242,8 +247,7 @@ class FrozenTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str], uncounted: Collection[int] = ()):
         self.tensors, self._names = list(tensors), list(names)
-        self._changes = list(map(_CHANGES, tensors))
-        self._addresses = list(map(_ADDRESS, tensors))
+        self._then = [list(map(read, tensors)) for read, _ in _FROZEN]
         self._numbers = {place: tensors[place].detach().clone() for place in uncounted}
 
     @property
@@ -257,25 +261,16 @@ class FrozenTensors:
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the frozen tensors, unchanged."""
-        return (
-            all(map(is_, tensors, self.tensors))
-            and list(map(_CHANGES, tensors)) == self._changes
-            and list(map(_ADDRESS, tensors)) == self._addresses
-            and (not self._numbers or self._rewritten(tensors) is None)
-        )
+        same = all(list(map(read, tensors)) == then for (read, _), then in zip(_FROZEN, self._then, strict=True))
+        return same and (not self._numbers or self._rewritten(tensors) is None)
 
     def failure(self, tensors: Sequence[torch.Tensor]) -> GuardFailure:
         """The failure of the first tensor that was replaced or changed, if :meth:`holds` is false."""
-        places = zip(tensors, self.tensors, self._names, self._changes, self._addresses, strict=True)
-        for now, then, name, changes, address in places:
-            if now is not then:
-                return GuardFailure(MODULE, f"frozen {name}", "another tensor took its place since it was frozen")
-            if _CHANGES(now) != changes:
-                return GuardFailure(MODULE, f"frozen {name}", "changed in place since it was frozen")
-            if _ADDRESS(now) != address:
-                return GuardFailure(MODULE, f"frozen {name}", "moved in memory since it was frozen")
-        name = self._names[self._rewritten(tensors)]
-        return GuardFailure(MODULE, f"frozen {name}", "changed in place since it was frozen")
+        for now, name, *then in zip(tensors, self._names, *self._then, strict=True):
+            for (read, words), before in zip(_FROZEN, then, strict=True):
+                if read(now) != before:
+                    return GuardFailure(MODULE, f"frozen {name}", words)
+        return GuardFailure(MODULE, f"frozen {self._names[self._rewritten(tensors)]}", _REWRITTEN)
 
     def _rewritten(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """The first place whose values changed without a version count, or ``None``."""
