@@ -28,10 +28,9 @@ from autodiff.ir import Expr, ShapeExpr, StringImm, TensorType, TupleType, Var
 from autodiff.library import GENERATOR_STATE
 from autodiff.library import call as library_call
 from bridge.aten.complex_value import part_type
-from bridge.aten.registry import UnsupportedUse, has_extents, relax_dtype
+from bridge.aten.registry import UnsupportedUse, relax_dtype
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
-from bridge.base.torch_internals import is_dense
 from bridge.capture import Captured, Draw, Parameter
 
 __all__ = ["ChainedDraws", "check_parameters", "described_draw", "draw_at_offset", "drawn_type", "given_type"]
@@ -124,23 +123,15 @@ def given_type(draw: Draw) -> TensorType:
 
 
 def _is_plain(parameter: Parameter) -> bool:
-    """Whether a parameter is dense, except for expanded axes."""
-    if has_extents((parameter.shape, parameter.stride)):
-        return _is_dense([(e, s) for e, s in zip(parameter.shape, parameter.stride, strict=True) if not same(s, 0)])
-    kept = [(e, s) for e, s in zip(parameter.shape, parameter.stride, strict=True) if s or e <= 1]
-    if not kept:
-        return True
-    shape, stride = zip(*kept, strict=True)
-    return 0 in parameter.shape or is_dense(torch.empty_strided(shape, stride, device="meta"))
-
-
-def _is_dense(dims: Sequence[tuple[Dim, Dim]]) -> bool:
-    """Whether extents and strides belong to a dense tensor, for all sizes."""
-    step: Dim = 1
+    """Whether the elements of a parameter do not overlap, except along expanded axes, for all sizes."""
+    dims = zip(parameter.shape, parameter.stride, strict=True)
+    dims = [(extent, stride) for extent, stride in dims if not same(extent, 1) and not same(stride, 0)]
+    span: Dim = 1
     for extent, stride in sorted(dims, key=lambda dim: (sample_of(dim[1]), sample_of(dim[0]))):
-        if not same(extent, 1) and not same(stride, step):
+        is_static = isinstance(stride, int) and isinstance(span, int)
+        if not (stride >= span if is_static else same(stride, span)):
             return False
-        step = step * extent
+        span = span + (extent - 1) * stride if is_static and isinstance(extent, int) else stride * extent
     return True
 
 

@@ -286,7 +286,7 @@ class DrawRecorder(IsolatedRNG):
         # the dispatcher drops arguments that equal their default
         defaults = [a.default_value for a in schema(func).arguments[len(args) :] if not a.kwarg_only]
         args = (*args, *(value for value in defaults if value is not None))
-        if str(func) == "aten.bernoulli.p" and args[0].requires_grad:
+        if func in _UNDERIVED and args[0].requires_grad and torch.is_grad_enabled():
             self.underived(str(func))
         rest = args[1:] if _only_filled(func) else args
         if kwargs.get("generator") is not None:
@@ -336,6 +336,10 @@ _DROPPED_BY_CUDNN = (
     "on a GPU its numbers are cuDNN's own, which nothing else computes alike",
     "compute the layer in float32, outside of autocast, with dropout in a module of its own",
 )
+
+
+_UNDERIVED = (aten.bernoulli.p, aten._sample_dirichlet.default)
+"""Draws of a tensor whose derivative torch does not have."""
 
 
 def _parameter(value: torch.Tensor) -> Parameter:

@@ -112,6 +112,7 @@ COMPUTED_DRAWS = (
     aten.normal.Tensor_float,
     aten.normal.float_Tensor,
     aten.poisson.default,
+    aten._sample_dirichlet.default,
     aten._standard_gamma.default,
 )
 

@@ -97,6 +97,7 @@ REFUSED = {
     "written afterwards": (given_away, "an input of the call has been set to"),
     "trained": (lambda m, h: (setattr(m.linear.weight, "data", m.mean + h[0]), h)[1], "Tensor.data ="),
     "no derivative": (lambda m, h: h * torch.bernoulli(h, 0.5), "eager has no derivative of it"),
+    "no derivative of parameters": (lambda m, h: torch._sample_dirichlet(h.exp()) * h, "eager has no derivative of it"),
 }
 
 

@@ -43,6 +43,7 @@ DRAWS = {
     "multinomial, several": lambda x: x.gather(1, torch.multinomial(x.softmax(-1), 3)),
     "multinomial, replaced": lambda x: x.gather(1, torch.multinomial(x.softmax(-1), 7, True)),
     "normal": lambda x: torch.normal(x, x.exp()) * x,
+    "normal, parts of rows": lambda x: torch.normal(x[:, ::2], x[0, 1::2].exp().expand(5, 16)) * x[:, :16],
     "normal, one number": lambda x: torch.normal(x, 2.0) + torch.normal(0.5, x.exp()) * x,
     "poisson": lambda x: torch.poisson(x.exp()) * x,
     "gamma": lambda x: torch._standard_gamma(x.exp()) * x,
@@ -75,12 +76,15 @@ DISTRIBUTIONS = {
     "LogNormal": lambda x: distributions.LogNormal(x, 1.0, **OPTIONS).rsample() * x,
     "Laplace": lambda x: distributions.Laplace(x, x.exp(), **OPTIONS).rsample() * x,
     "Poisson": lambda x: distributions.Poisson(x.exp(), **OPTIONS).sample() * x,
+    "Gamma": lambda x: distributions.Gamma(x.exp(), 1 + x**2, **OPTIONS).rsample() * x,
+    "Dirichlet": lambda x: distributions.Dirichlet(x.exp(), **OPTIONS).rsample() * x,
+    "Beta of numbers": lambda x: distributions.Beta(0.4, 0.4, **OPTIONS).sample() * x,
 }
 
 
 ALIKE = NUMBERS.keys() - {"exponential_", "normal_", "geometric_"}
 """Of numbers alone, as others are; distributions are made of the same few draws."""
-ALIKE |= DISTRIBUTIONS.keys() - {"Normal.sample", "Categorical", "Uniform"}
+ALIKE |= DISTRIBUTIONS.keys() - {"Normal.sample", "Categorical", "Uniform", "Dirichlet"}
 
 
 @pytest.mark.parametrize("name", sampled({**DRAWS, **NUMBERS, **DISTRIBUTIONS}, lambda name: name not in ALIKE))
