@@ -54,7 +54,7 @@ class UnsupportedModule(RuntimeError):
     """A module that cannot be dispatched exactly; the module is left as it was.
 
     Attributes:
-        ops: each :class:`Unsupported` part, in program order.
+        ops: each different :class:`Unsupported` part, in program order.
         cause: torch's error from tracing the module, with its chain and traceback; ``None`` where this package found
             the unsupported part. ``BRIDGE_LOGS=+dispatch`` shows it.
 
@@ -70,7 +70,7 @@ class UnsupportedModule(RuntimeError):
         what: str = "dispatched to TVM",
     ):
         self.module_name = module_name
-        self.ops = tuple(ops)
+        self.ops = tuple(dict.fromkeys(ops))
         self.cause = cause
         lines = "\n".join(f"  {op}" for op in self.ops)
         super().__init__(f"{module_name} cannot be {what}; it was left as it was.\n{lines}")

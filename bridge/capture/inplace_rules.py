@@ -108,7 +108,9 @@ class InPlaceRules:
     def switched(self, leaf: torch.Tensor) -> None:
         """Refuses setting ``requires_grad`` of an input: earlier rows ran with the other value."""
         if any(each is leaf for each in self.memory.inputs.get(storage_id(leaf), ())):
-            self.complain("requires_grad_", SWITCHED, "set it outside of forward, or work on x.detach()")
+            self.complain(
+                "requires_grad_", SWITCHED, "set it outside of forward, or dispatch the modules inside: whole=False"
+            )
 
     def is_given(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has the memory of an input."""

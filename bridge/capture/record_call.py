@@ -344,8 +344,8 @@ def _explained(observation: Observation) -> list[Unsupported]:
     named = [each for each in problems if each.op.startswith("torch.autograd.grad")]
     if not observation.differentiates or named:
         return named or problems
-    reason = "a derivative inside forward whose formula reads what no operator of forward's gave"
-    hint = "dispatch the submodules whose derivatives forward does not take, or leave this module to PyTorch"
+    reason = "a derivative inside forward, whose formula reads values that operators have saved"
+    hint = "dispatch the modules inside, whose derivatives forward may take: whole=False"
     return [Unsupported("torch.autograd.grad or backward inside forward", problems[0].where, reason, hint)]
 
 

@@ -128,8 +128,9 @@ def _refuse_parallel(module: nn.Module, name: str) -> None:
 def _refuse_hooks(module: nn.Module, name: str) -> None:
     """Refuses backward hooks on inner modules; forward hooks there are recorded like forward."""
     reason = "a backward hook on an inner module is Python code in the middle of the backward"
+    hint = "remove it, register it on the dispatched module, or dispatch the modules around it: whole=False"
     found = [
-        Unsupported(f"{kind} on '{path}'", f"{name}.{path}", reason, "remove it")
+        Unsupported(f"{kind} on '{path}'", f"{name}.{path}", reason, hint)
         for path, child in module.named_modules()
         for kind, _ in hooks_of(child)
         if path and not kind.startswith("forward")
@@ -175,10 +176,9 @@ def _is_size(value: Any) -> bool:
 _BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
 
 _PACKED = (
-    "a packed sequence",
     "its shapes are the numbers in the lengths; pack_padded_sequence, recurrent layers in float32 or float64, without "
     "dropout between them, without projections, and pad_packed_sequence alone keep it padded",
-    "run the recurrent layer on the padded batch and mask its results, or dispatch the other layers",
+    "run the recurrent layer on the padded batch and mask its results, or dispatch the other layers: whole=False",
 )
 
 #: Patterns in the user's line that makes a shape of numbers -> the hint.
@@ -211,8 +211,7 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
         reason = "forward reads other numbers on fake tensors than on real ones"
         return Unsupported("a number that forward reads", first_line, reason, "do not let it depend on numbers")
     if isinstance(error, PackedUseError):
-        op, reason, hint = _PACKED
-        return Unsupported(op, user_line(error) or "forward's result", reason, hint)
+        return Unsupported(first_line, user_line(error) or "forward's result", *_PACKED)
     if kind == "DynamicOutputShapeException":
         return shape_by_numbers(where)
     if kind in _BY_NUMBERS:

@@ -29,15 +29,7 @@ from bridge.capture.passes.alias_analysis import told
 from bridge.capture.whole_functions import SHAPES
 
 __all__ = ["CELLS", "COMPUTED_DRAWS", "CUDA_ATTENTION", "PRESERVED", "RECURRENT_LAYERS", "UPSAMPLES", "WHOLE"]
-__all__ += [
-    "composite_formulas",
-    "diagonal_filled",
-    "formulas",
-    "instance_norm",
-    "keep_layers_whole",
-    "may_raise",
-    "tables",
-]
+__all__ += ["composite_formulas", "diagonal_filled", "formulas", "instance_norm", "keep_layers_whole", "may_raise"]
 __all__ += ["tables", "whole_operators"]
 
 #: Operators computed by torch's kernel, with torch's derivative (:mod:`bridge.aten.any_operator`). They are

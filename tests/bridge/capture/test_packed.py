@@ -137,5 +137,6 @@ def test_rows_are_for_layers_alone(use, options):
     with pytest.raises(UnsupportedModule, match="packed sequence") as refused:
         add_tvm_dispatch(module, call.args)
     (problem,) = refused.value.ops
+    assert ("dropout" in problem.op) == ("dropout" in options)
     assert problem.where.startswith("forward's result" if use is USES["a result"][0] else __file__)
     assert examine(module, call.args).unsupported

@@ -384,3 +384,62 @@ def test_a_branch_of_torchs_that_draws_between_parts():
 
     module = beside(lambda: (Chooses(), None), step, lambda m, own: (double(9, 3, WIDTH),), whole=False, hits=0)
     assert [each.hits for each in stats(module).parts.values()] == [3, 3]
+
+
+class Derived(nn.Module):
+    """A field and its gradient with respect to the positions, as physics-informed networks and force fields."""
+
+    def __init__(self, switches):
+        super().__init__()
+        self.net, self.switches = nn.Sequential(nn.Linear(WIDTH, 20), nn.Tanh(), nn.Linear(20, 1)), switches
+
+    def forward(self, x):
+        x = x.requires_grad_() if self.switches else x.detach().requires_grad_()
+        field = self.net(x)
+        return field, torch.autograd.grad(field.sum(), x, create_graph=True)[0]
+
+
+class Hooked(nn.Module):
+    """A backward hook on one of the modules inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.between, self.after = Block(), nn.Linear(WIDTH, WIDTH), Block()
+        self.seen = 0
+        self.between.register_full_backward_hook(self.note)
+
+    def note(self, module, given, grads):
+        self.seen += 1
+
+    def forward(self, x):
+        return self.after(self.between(self.before(x)))
+
+
+class Routed(nn.Module):
+    """Experts, each of the rows that a router sends to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        best, y = self.router(x).argmax(-1), torch.zeros_like(x)
+        for place, expert in enumerate(self.experts):
+            (rows,) = torch.where(best == place)
+            y = y.index_add(0, rows, expert(x[rows]))
+        return y
+
+
+@pytest.mark.parametrize("make", [lambda: Derived(True), lambda: Derived(False), Hooked, Routed])
+def test_a_refusal_that_names_parts_is_right(make):
+    with pytest.raises(UnsupportedModule, match="whole=False") as refused:
+        add_tvm_dispatch(make().double(), double(0, 6, WIDTH))
+    assert len(refused.value.ops) == 1
+
+    def step(module, own, i):
+        results = module(double(i, 6, WIDTH))
+        sum(each.square().sum() for each in (results if isinstance(results, tuple) else (results,))).backward()
+        return results
+
+    options = {"whole": False, "on_miss": "compile"}
+    beside(lambda: (make().double(), None), step, lambda module, own: (double(0, 6, WIDTH),), hits=3, **options)
