@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import set_grad_enabled
 
 __all__ = ["ambient_autocast", "autocast_setting", "autocast_settings", "autocast_to", "cuda_autocast_setting"]
-__all__ += ["distributions_validate", "modes_put_back", "replaced", "replaced_here"]
+__all__ += ["distributions_validate", "modes_put_back", "replaced", "replaced_here", "while_active"]
 
 _HOST, _CUDA = HOST.type, "cuda"
 
@@ -110,6 +110,11 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+def while_active(owner: Any, **values: Any) -> AbstractContextManager[None]:
+    """:func:`replaced` for an object of this package, whose attributes tell a state that lasts for a while."""
+    return replaced(owner, **values)
 
 
 @contextmanager

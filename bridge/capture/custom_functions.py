@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
+from bridge.base.modes import while_active
 from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function
 from bridge.base.torch_higher_order import INDEX
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
@@ -75,7 +76,17 @@ AGAIN, ONCE, UNKNOWN = "again", "once", "unknown"
 OWN = "own"
 """The key in ``meta``, and in its ``"custom"``, of a node inside a Function: its number, part and ``Use.again``."""
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    """Per thread: the handler and the DTensors of the run, the chosen Functions, the Function that runs."""
+
+    handler: Callable[[type, tuple, dict[str, Any]], Any] | None = None
+    distributed: Any = None
+    chosen: Chosen | None = None
+    inside: Inside | None = None
+
+
+_thread = _Thread()
 _TORCHS_OWN = ("CheckpointFunction", "_NoopSaveInputs")  # their backward runs forward again, or never runs
 
 
@@ -187,7 +198,7 @@ class CustomFunctions:
 
     def _trace(self, kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         name, where = kind.__name__, user_line(traceback.extract_stack()) or "forward"
-        if (chosen := _chosen()) is not None and name_of(kind) in chosen.kinds:
+        if (chosen := _thread.chosen) is not None and name_of(kind) in chosen.kinds:
             kind = opaque(kind)
         if _is_torchs_own(kind):
             self.applied.lines[name] = where
@@ -207,7 +218,7 @@ class CustomFunctions:
         returned, others = self.writing.get(name_of(kind), (frozenset(), frozenset()))
         copies = {place: args[place].clone() for place in others & followed.keys()}
         number = len(self.uses)
-        with inside, ctx:
+        with while_active(_thread, inside=inside), ctx:
             FUNCTION(number)
             copies |= {place: args[place].clone() for place in returned & followed.keys()}
             inside.copies = {storage_id(each) for each in copies.values()}
@@ -281,7 +292,7 @@ class CustomFunctions:
                 for each in results
             ]
             start, first = len(record.rows), len(record.forms)
-            with inside.backward(), read_later():
+            with while_active(inside, runs_backward=True), read_later():
                 found = _gradients(node, upstream, len(args))
             used = {number for row in record.rows[start:] for number in values_in((row.args, row.kwargs))}
             used = {number for number in used if number < first or number in record.free}
@@ -361,38 +372,23 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any], distribut
     """
 
     def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
-        current, inside = getattr(_thread, "handler", None), backward_running()
+        current, into, inside = _thread.handler, _thread.distributed, backward_running()
         if inside is not None:
             inside.sets_modes = True
-        into = getattr(_thread, "distributed", None)
         if into is not None and (made := into.applied(kind, args)) is not NotImplemented:
             return made
         is_torchs = kind is INDEX or kind.__name__.startswith(GENERATED)
         is_opaque = False
-        if (chosen := _chosen()) is not None and current is not None and not (is_torchs or _is_torchs_own(kind)):
+        if (chosen := _thread.chosen) is not None and current is not None and not (is_torchs or _is_torchs_own(kind)):
             chosen.applied.add(name_of(kind))
             is_opaque = name_of(kind) in chosen.kinds
         if current is None or is_torchs or not (is_opaque or torch.is_grad_enabled()):
             return apply_function(kind, args, kwargs)
-        with _passed_to(None):
+        with while_active(_thread, handler=None):
             return current(kind, args, kwargs)
 
-    with _passed_to(handler), applications_through(apply):
-        before, _thread.distributed = getattr(_thread, "distributed", None), distributed
-        try:
-            yield
-        finally:
-            _thread.distributed = before
-
-
-@contextmanager
-def _passed_to(handler: Callable[[type, tuple, dict[str, Any]], Any] | None) -> Iterator[None]:
-    before = getattr(_thread, "handler", None)
-    _thread.handler = handler
-    try:
+    with while_active(_thread, handler=handler, distributed=distributed), applications_through(apply):
         yield
-    finally:
-        _thread.handler = before
 
 
 def _is_torchs_own(kind: type) -> bool:
@@ -411,31 +407,19 @@ class Chosen:
     kinds: frozenset[tuple[str, str]] = frozenset()
     applied: set[tuple[str, str]] = field(default_factory=set)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """While active, this choice holds."""
-        before, _thread.chosen = _chosen(), self
-        try:
-            yield
-        finally:
-            _thread.chosen = before
+        return while_active(_thread, chosen=self)
 
 
-def _chosen() -> Chosen | None:
-    return getattr(_thread, "chosen", None)
-
-
-def functions_of_torchs() -> AbstractContextManager:
+def functions_of_torchs() -> AbstractContextManager[None]:
     """While active, this thread's applications run without the handler: they are not forward's."""
-    return _passed_to(None)
-
-
-_running = threading.local()
+    return while_active(_thread, handler=None)
 
 
 def function_running() -> Inside | None:
     """The Function whose forward or backward runs in this thread, or ``None``."""
-    return getattr(_running, "inside", None)
+    return _thread.inside
 
 
 def backward_running() -> Inside | None:
@@ -447,7 +431,7 @@ def backward_running() -> Inside | None:
 class Inside:
     """State inside a Function, where grad modes have no effect on the graph, because autograd tracks nothing.
 
-    While active, the mode of torch functions (:mod:`bridge.capture.functions`) calls :meth:`called`.
+    While the Function runs, the mode of torch functions (:mod:`bridge.capture.functions`) calls :meth:`called`.
 
     Attributes:
         runs_forward, runs_backward: whether forward runs, or backward.
@@ -461,12 +445,6 @@ class Inside:
         self.unheld: str | None = None
         self.copies: set[int] = set()
 
-    def __enter__(self) -> None:
-        self._before, _running.inside = function_running(), self
-
-    def __exit__(self, *error: object) -> None:
-        _running.inside = self._before
-
     def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls a torch function by ``call(func, args, kwargs)`` → its result; notes changes of grad mode."""
         if func is set_grad_enabled:
@@ -474,15 +452,6 @@ class Inside:
             with no_torch_function():
                 return func(*args)
         return call(func, args, kwargs)
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """While active, ``runs_backward`` is true."""
-        self.runs_backward = True
-        try:
-            yield
-        finally:
-            self.runs_backward = False
 
 
 def tensors_in(made: Any) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of_forward
-from bridge.base.modes import replaced_here
+from bridge.base.modes import replaced_here, while_active
 from bridge.base.pytrees import tensor_leaves
 from bridge.base.threads import raise_deferred
 from bridge.base.torch_fakes import fake_type_hidden
@@ -209,13 +209,9 @@ class Functions(TorchFunctionMode):
         return replaced_here(ScriptFunction, __call__=lambda original: self._script)
 
     def _script(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        values = self.recorder.values
-        before, values.in_script = values.in_script, True
-        try:
+        with while_active(self.recorder.values, in_script=True):
             result = run_unfused(function, *args, fakes=self.rules is None, **kwargs)
             self.recorder.adopt(tensor_leaves(result))
-        finally:
-            values.in_script = before
         return result
 
     def parameters(self) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of_forward, swallowed
+from bridge.base.modes import while_active
 from bridge.base.torch_higher_order import (
     flex_attention_casts,
     indexing_by_tensors,
@@ -284,11 +285,9 @@ class HigherOrder:
         operands = _traced(op, args, kwargs) if answers is None else []
         is_followed = torch.is_grad_enabled() and any(each.requires_grad for each in operands)
         numbers = answers.followed[len(record.followed)] if answers is not None else [] if is_followed else None
-        start, self._is_inside = len(record.rows), True
-        try:
+        start = len(record.rows)
+        with while_active(self, _is_inside=True):
             result = run(form, (numbers is not None, *args), kwargs)
-        finally:
-            self._is_inside = False
         record.followed.append(numbers)
         with no_torch_function():
             return result if numbers is None else self._followed(op, result, operands, numbers, start)

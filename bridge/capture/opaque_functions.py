@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported
-from bridge.base.modes import ambient_autocast, replaced
+from bridge.base.modes import ambient_autocast, replaced, while_active
 from bridge.base.pytrees import is_plain, tensor_leaves
 from bridge.base.torch_autograd import node_class
 from bridge.base.torch_internals import VF, TorchDispatchMode, current_graph_task_id, pytree, storage_id
@@ -84,12 +84,19 @@ class NotedContext:
         self._stack.close()
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    """Per thread: the opaque Functions of its run, and the results of the application that it has just run."""
+
+    run: Opaque | None = None
+    results: list[torch.Tensor] | None = None
+
+
+_thread = _Thread()
 
 
 def _recorded(key: str, *_: Any) -> list[torch.Tensor]:
     """The results of the application that this thread has just run; meta tensors elsewhere."""
-    found, _thread.results = getattr(_thread, "results", None), None
+    found, _thread.results = _thread.results, None
     if found is None:
         raise RuntimeError("an autograd.Function that cannot be traced has no second derivative in a compiled call")
     return found
@@ -153,14 +160,9 @@ class Opaque:
     applied: list[str] = field(default_factory=list)
     made: dict[int, StorageWeakRef] = field(default_factory=dict)
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def recorded(self) -> AbstractContextManager[None]:
         """While active, this thread's opaque Functions run here."""
-        before, _thread.run = getattr(_thread, "run", None), self
-        try:
-            yield
-        finally:
-            _thread.run = before
+        return while_active(_thread, run=self)
 
     def leaks(self, free: Iterable[tuple[torch.Tensor, int]]) -> list[Unsupported]:
         """Refusals of tensors that the Functions have made, and that forward got otherwise than as their results."""

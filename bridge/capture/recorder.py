@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from threading import get_ident
 from types import FrameType
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of
+from bridge.base.modes import while_active
 from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_internals import (
@@ -370,14 +371,9 @@ class OperatorRecorder(PreDispatchMode):
                 return self._symbols.counts.given(len(reads) - 1, expected.given)
         return copy.copy(reads[-1].given)
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """While active, operators are not recorded."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
+        return while_active(self, paused=True)
 
     def _literal(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Lifts a tensor of numbers in the code, and records its numbers."""

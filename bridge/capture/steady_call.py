@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ from bridge.base.errors import (
     swallowed,
 )
 from bridge.base.log import channel
+from bridge.base.modes import while_active
 from bridge.capture.custom_functions import Chosen, WritesArgumentsError
 from bridge.capture.fake_run import FakeRecord, differences, fake_run_of, same_numbers
 from bridge.capture.inplace_rules import FOREIGN_DRAW, OTHER_NAME
@@ -448,22 +449,19 @@ def _counted(real: RealRun, changed: Sequence[str]) -> SteadyCall | None:
 # Listener for loops: notifies the compiler of a call as soon as its loops are found, long before the graph exists.
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    listener: Callable[[], object] | None = None
 
 
-@contextmanager
-def loops_tell(do: Callable[[], object]) -> Iterator[None]:
+_thread = _Thread()
+
+
+def loops_tell(do: Callable[[], object]) -> AbstractContextManager[None]:
     """While active, ``do`` is called in this thread when loops have been found in a recorded call."""
-    before = getattr(_thread, "do", None)
-    _thread.do = do
-    try:
-        yield
-    finally:
-        _thread.do = before
+    return while_active(_thread, listener=do)
 
 
 def loops_found() -> None:
     """Calls the innermost listener."""
-    do = getattr(_thread, "do", None)
-    if do is not None:
-        do()
+    if _thread.listener is not None:
+        _thread.listener()

@@ -22,7 +22,7 @@ import torch
 
 from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.base.generators import of_gpus
-from bridge.base.modes import replaced_here
+from bridge.base.modes import replaced_here, while_active
 from bridge.base.threads import free_in_children, held, raise_deferred
 from bridge.base.torch_internals import (
     compile_lock,
@@ -46,7 +46,7 @@ def recording() -> Iterator[None]:
         stack.enter_context(_seeds_put_back())
         stack.enter_context(pooled_by_division())
         stack.enter_context(no_frames_compiled())
-        stack.enter_context(marked_capturing())
+        stack.enter_context(while_active(CAPTURES, depth=CAPTURES.depth + 1))
         yield
     raise_deferred()
 
@@ -58,7 +58,7 @@ def _seeds_put_back() -> Iterator[None]:
     Fake tensors draw nothing. So another thread moved a generator that has only advanced: it is not restored.
     """
     before = [(generator, generator.initial_seed(), generator.get_state()) for generator in _defaults()]
-    changed_before = changes_of_generators()
+    changed_before = CAPTURES.changes
     try:
         yield
     finally:
@@ -68,7 +68,7 @@ def _seeds_put_back() -> Iterator[None]:
                 continue
             fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
             seeded = generator.initial_seed() != seed or torch.equal(now, fresh)
-            if seeded or changes_of_generators() != changed_before:
+            if seeded or CAPTURES.changes != changed_before:
                 generator.set_state(state)
 
 
@@ -81,13 +81,15 @@ def _defaults() -> list[torch.Generator]:
 
 class _Thread(threading.local):
     depth = 0
-    unwarned = False
+    unwarned = holds = False
+    changes = 0
     warnings_go_to: Any = None
 
 
 CAPTURES = _Thread()
-"""Per thread. ``depth``: how many captures of this package it is in; ``unwarned``: whether its warnings are ignored;
-``warnings_go_to``: the function that showed warnings before."""
+"""Per thread. ``depth``: how many captures of this package it is in; ``holds``: whether it has the lock of tracing;
+``unwarned``: whether its warnings are ignored; ``warnings_go_to``: the function that showed warnings before;
+``changes``: how often it has called :func:`note_change_of_generator`."""
 
 
 def is_capturing() -> bool:
@@ -95,24 +97,9 @@ def is_capturing() -> bool:
     return CAPTURES.depth > 0
 
 
-@contextmanager
-def marked_capturing() -> Iterator[None]:
-    """While active, :func:`is_capturing` is true in this thread."""
-    CAPTURES.depth += 1
-    try:
-        yield
-    finally:
-        CAPTURES.depth -= 1
-
-
 def note_change_of_generator() -> None:
     """Notes that the traced code seeds one of torch's generators, or sets its state."""
-    CAPTURES.changes = changes_of_generators() + 1
-
-
-def changes_of_generators() -> int:
-    """How often this thread has called :func:`note_change_of_generator`."""
-    return getattr(CAPTURES, "changes", 0)
+    CAPTURES.changes += 1
 
 
 def is_traced_here() -> bool:
@@ -136,17 +123,13 @@ def one_capture_at_a_time() -> Iterator[None]:
             importing.enter_context(collection_paused())
         dynamos = compile_lock()
         with held(_capturing), held(dynamos):
-            if getattr(CAPTURES, "holds", False):  # freezing the collector's objects again would count them all
+            if CAPTURES.holds:  # freezing the collector's objects again would count them all
                 importing.close()
                 yield
                 return
-            CAPTURES.holds = True
-            try:
-                with only_new_objects_collected(), _unwarned():
-                    importing.close()  # the imported objects count as old ones
-                    yield
-            finally:
-                CAPTURES.holds = False
+            with while_active(CAPTURES, holds=True), only_new_objects_collected(), _unwarned():
+                importing.close()  # the imported objects count as old ones
+                yield
 
 
 # Warnings of the capture's own work → neither shown nor raised, whatever the user's filters say.
@@ -174,7 +157,7 @@ def _unwarned() -> Iterator[None]:
     filters, CAPTURES.warnings_go_to = warnings.filters, _recorder()
     filters.insert(0, _IGNORED)
     try:
-        with _warned_of(False):
+        with while_active(CAPTURES, unwarned=True):
             yield
     finally:
         if _IGNORED in filters:
@@ -183,16 +166,7 @@ def _unwarned() -> Iterator[None]:
 
 def as_loud_as_eager() -> AbstractContextManager[None]:
     """While active, warnings of this thread are shown: the real run warns as eager does."""
-    return _warned_of(True)
-
-
-@contextmanager
-def _warned_of(shown: bool) -> Iterator[None]:
-    before, CAPTURES.unwarned = CAPTURES.unwarned, not shown
-    try:
-        yield
-    finally:
-        CAPTURES.unwarned = before
+    return while_active(CAPTURES, unwarned=False)
 
 
 # Quiet runs: a run that eager does not make prints and logs nothing. Other threads are unaffected, because each call
