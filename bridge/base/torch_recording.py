@@ -175,10 +175,24 @@ def called_below(op: Any, tensors: Sequence[Any], args: tuple, kwargs: dict[str,
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 
 
-def own_operator(schema: str, kernel: Callable[..., Any], meta: Callable[..., Any] | None = None) -> Any:
-    """Defines an operator of this package → its overload; ``meta`` makes meta tensors, by default ``kernel`` does."""
-    _library.define(schema)
+def own_operator(
+    schema: str,
+    kernel: Callable[..., Any] | None,
+    meta: Callable[..., Any] | None = None,
+    *,
+    is_composite: bool = False,
+) -> Any:
+    """Defines an operator of this package → its overload.
+
+    Args:
+        kernel: ``None`` for an operator that is traced and never run.
+        meta: makes meta tensors; by default ``kernel`` does.
+        is_composite: whether ``kernel`` calls torch's operators, whose derivatives it has.
+    """
     name = schema.partition("(")[0]
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
-    _library.impl(name, meta or kernel, "Meta")
+    _library.define(schema)
+    if kernel is not None:
+        _library.impl(name, kernel, "CompositeImplicitAutograd" if is_composite else "CompositeExplicitAutograd")
+    if not is_composite:
+        _library.impl(name, meta or kernel, "Meta")
     return getattr(torch.ops.tvm_dispatch, name).default

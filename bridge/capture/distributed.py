@@ -46,7 +46,7 @@ from bridge.base.torch_distributed import (
     with_sharding,
 )
 from bridge.base.torch_internals import aten, pytree
-from bridge.base.torch_recording import composite_kernel
+from bridge.base.torch_recording import composite_kernel, own_operator
 from bridge.capture.rows import Record, may_write
 from bridge.state import ModuleTensor
 
@@ -84,11 +84,9 @@ def _moved_form(x: torch.Tensor, does: str, undoes: str, axis: int, group: str) 
     return x.new_empty(shape)
 
 
-_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
-_library.define("collective(Tensor x, str does, str undoes, int axis, str group) -> Tensor")
-_library.impl("collective", exchange, "CompositeExplicitAutograd")
-_library.impl("collective", _moved_form, "Meta")
-COLLECTIVE = torch.ops.tvm_dispatch.collective.default
+COLLECTIVE = own_operator(
+    "collective(Tensor x, str does, str undoes, int axis, str group) -> Tensor", exchange, _moved_form
+)
 
 
 def _note_options(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -100,7 +98,7 @@ def _undone(ctx: Any, grad: torch.Tensor) -> tuple:
     return COLLECTIVE(grad, undoes, does, axis, group), None, None, None, None
 
 
-torch.library.register_autograd("tvm_dispatch::collective", _undone, setup_context=_note_options, lib=_library)
+torch.library.register_autograd("tvm_dispatch::collective", _undone, setup_context=_note_options)
 
 
 @dataclass

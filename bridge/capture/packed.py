@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
 from bridge.base.torch_internals import VF, TensorBase, aten, no_torch_function, pack_padded, pad_packed, pytree
+from bridge.base.torch_recording import own_operator
 
 __all__ = ["PACKED_LAYERS", "PackedSequences", "PackedUseError", "packed_layers"]
 
@@ -163,13 +164,6 @@ class PackedSequences:
 # (:mod:`bridge.aten.recurrent`).
 
 
-_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
-_library.define(
-    "packed_layers(str cell, Tensor x, Tensor lengths, Tensor[] states, Tensor[] weights, bool biases, int layers, "
-    "bool both_ways) -> (Tensor, Tensor, Tensor)"
-)
-
-
 def packed_layers(
     cell: str,
     x: torch.Tensor,
@@ -194,8 +188,12 @@ def _like(cell, x, lengths, states, weights, biases, layers, both_ways):
     return y, VF.empty_like(states[0]), VF.empty_like(states[1]) if cell == "lstm" else x.new_empty(0)
 
 
-_library.impl("packed_layers", packed_layers, "CompositeExplicitAutograd")
-_library.impl("packed_layers", _like, "Meta")
+PACKED_LAYERS = own_operator(
+    "packed_layers(str cell, Tensor x, Tensor lengths, Tensor[] states, Tensor[] weights, bool biases, int layers, "
+    "bool both_ways) -> (Tensor, Tensor, Tensor)",
+    packed_layers,
+    _like,
+)
 
 
 def _keep(ctx: Any, inputs: tuple, output: Any) -> None:
@@ -216,5 +214,4 @@ def _backward(ctx: Any, *grads: torch.Tensor) -> tuple:
     return None, of_x, None, found[: ctx.states], found[ctx.states :], None, None, None
 
 
-torch.library.register_autograd("tvm_dispatch::packed_layers", _backward, setup_context=_keep, lib=_library)
-PACKED_LAYERS = torch.ops.tvm_dispatch.packed_layers.default
+torch.library.register_autograd("tvm_dispatch::packed_layers", _backward, setup_context=_keep)

@@ -18,6 +18,7 @@ from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import FakeTensor, TensorBase, aten, has_storage, storage_id
+from bridge.base.torch_recording import own_operator
 from bridge.capture.inplace_rules import overlaps_itself
 from bridge.capture.observation import Output
 from bridge.capture.passes.alias_analysis import aliased, written
@@ -25,16 +26,12 @@ from bridge.capture.scalar_guards import FORMS
 
 __all__ = ["AS_STRIDED", "SELECT_AT", "at_numbers", "selected", "shared_views", "spell_selections"]
 
-_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
-_library.define("select_at(Tensor(a) x, int dim, Tensor index) -> Tensor(a)")
-
 
 def _select_at(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     return x.select(dim, 0 if isinstance(index, FakeTensor) else int(index))
 
 
-_library.impl("select_at", _select_at, "CompositeImplicitAutograd")
-SELECT_AT = torch.ops.tvm_dispatch.select_at.default
+SELECT_AT = own_operator("select_at(Tensor(a) x, int dim, Tensor index) -> Tensor(a)", _select_at, is_composite=True)
 
 _INDEX_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
 """Dtypes of positions; a uint8 or bool index is a mask."""

@@ -20,11 +20,10 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
 from bridge.base.quirks import applies, quirk
 from bridge.base.torch_internals import VF, OpOverload, TensorBase, aten, pytree
+from bridge.base.torch_recording import own_operator
 from bridge.base.torch_shapes import check_places
 
 __all__ = ["HANDLERS", "SHAPES"]
-
-_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 
 SHAPES: dict[OpOverload, Callable[..., Any]] = {}
 """Operator that stays whole → a function of its arguments: an empty tensor with the result's metadata, or
@@ -32,14 +31,6 @@ SHAPES: dict[OpOverload, Callable[..., Any]] = {}
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """torch function → its replacement while forward is traced."""
-
-
-def _define(schema: str, kernel: Callable[..., torch.Tensor]) -> OpOverload:
-    """An operator of this package by torch's operators, whose derivative it has."""
-    _library.define(schema)
-    name = schema.partition("(")[0]
-    _library.impl(name, kernel, "CompositeImplicitAutograd")
-    return getattr(torch.ops.tvm_dispatch, name).default
 
 
 @quirk(
@@ -155,9 +146,10 @@ def _solution(input, other, rcond, driver):
     return other.new_empty((*batch, input.shape[-1], *other.shape[input.dim() - 1 :]))
 
 
-_solve = _define(
+_solve = own_operator(
     "lstsq_solution(Tensor input, Tensor other, float? rcond, str? driver) -> Tensor",
     lambda input, other, rcond, driver: aten.linalg_lstsq.default(input, other, rcond, driver=driver)[0],
+    is_composite=True,
 )
 SHAPES[_solve] = _solution
 _FIELDS = ("solution", "residuals", "rank", "singular_values")
@@ -207,9 +199,10 @@ HANDLERS[torch.linalg.lstsq] = _lstsq
 # Writes by positions
 
 
-_as_strided_scatter_whole = _define(
+_as_strided_scatter_whole = own_operator(
     "as_strided_scatter(Tensor input, Tensor src, int[] size, int[] stride, int storage_offset) -> Tensor",
     lambda input, src, *places: aten.as_strided_scatter.default(input, src, *places),
+    is_composite=True,
 )
 SHAPES[_as_strided_scatter_whole] = lambda input, src, *places: check_places(input, *places) or VF.empty_like(input)
 

@@ -17,15 +17,9 @@ from typing import Any
 import torch
 import torch.fx
 
-__all__ = ["FIRST", "LAST", "MARKS", "PART", "STEPS"]
+from bridge.base.torch_recording import own_operator
 
-_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
-_library.define(
-    "loop_first(Tensor first, Tensor[] sources, int loop, int place, SymInt length, bool reverse) -> Tensor"
-)
-_library.define("loop_part(Tensor whole, int loop, int place) -> Tensor")
-_library.define("loop_last(Tensor next, int loop, int place) -> Tensor")
-_library.define("loop_steps(Tensor y, int loop, int place, SymInt length) -> Tensor")
+__all__ = ["FIRST", "LAST", "MARKS", "PART", "STEPS"]
 
 
 def _like(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -40,13 +34,14 @@ def _all_steps(y: torch.Tensor, loop: int, place: int, length: int) -> torch.Ten
     return y.new_empty_strided((length, *y.shape), (y.numel(), *y.stride()))
 
 
-for _name, _made in (("loop_first", _like), ("loop_part", _part), ("loop_last", _like), ("loop_steps", _all_steps)):
-    _library.impl(_name, _made, "Meta")
-
-FIRST = torch.ops.tvm_dispatch.loop_first.default
-PART = torch.ops.tvm_dispatch.loop_part.default
-LAST = torch.ops.tvm_dispatch.loop_last.default
-STEPS = torch.ops.tvm_dispatch.loop_steps.default
+FIRST = own_operator(
+    "loop_first(Tensor first, Tensor[] sources, int loop, int place, SymInt length, bool reverse) -> Tensor",
+    None,
+    _like,
+)
+PART = own_operator("loop_part(Tensor whole, int loop, int place) -> Tensor", None, _part)
+LAST = own_operator("loop_last(Tensor next, int loop, int place) -> Tensor", None, _like)
+STEPS = own_operator("loop_steps(Tensor y, int loop, int place, SymInt length) -> Tensor", None, _all_steps)
 MARKS = (FIRST, PART, LAST, STEPS)
 for _mark in MARKS:
     torch.fx.node.has_side_effect(_mark)  # keeps a carry that is unused after the loop

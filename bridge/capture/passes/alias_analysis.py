@@ -14,21 +14,16 @@ from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import OpOverload, aten, pytree, schema
+from bridge.base.torch_recording import own_operator
 from bridge.capture.rows import memory_of
 
 __all__ = ["MEMORY", "OF", "OVERWRITTEN", "ROW", "STOPPED", "STOP_GRADIENT", "Aliases", "aliased", "is_detach"]
 __all__ += ["is_view", "memory_at", "told", "write_through_views", "written"]
 
-_library = torch.library.Library("tvm_dispatch", "DEF")
-_library.define("stop_gradient(Tensor x) -> Tensor")
-_library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
-_library.impl("stop_gradient", torch.empty_like, "Meta")
-STOP_GRADIENT = torch.ops.tvm_dispatch.stop_gradient.default
-
-_library.define("overwritten(Tensor x, str name) -> Tensor")
-_library.impl("overwritten", lambda x, name: x.clone(), "CompositeExplicitAutograd")
-_library.impl("overwritten", lambda x, name: torch.empty_like(x), "Meta")
-OVERWRITTEN = torch.ops.tvm_dispatch.overwritten.default
+STOP_GRADIENT = own_operator("stop_gradient(Tensor x) -> Tensor", torch.clone, torch.empty_like)
+OVERWRITTEN = own_operator(
+    "overwritten(Tensor x, str name) -> Tensor", lambda x, name: x.clone(), lambda x, name: torch.empty_like(x)
+)
 """A copy of an input's memory now; if it is saved for the backward, the backward reads the memory at its own time."""
 
 

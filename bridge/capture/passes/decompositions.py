@@ -23,6 +23,7 @@ from bridge.base.torch_internals import (
     preserve_composite,
     schema,
 )
+from bridge.base.torch_recording import own_operator
 from bridge.capture.loops.operators import MARKS
 from bridge.capture.opened import LAYERED
 from bridge.capture.passes.alias_analysis import told
@@ -386,13 +387,6 @@ CELLS: dict[Any, Callable[..., Any]] = {aten.lstm_cell.default: _lstm_cell, aten
 # dropouts between them.
 
 
-_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
-_library.define(
-    "recurrent_layers(str cell, Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, bool both_ways, "
-    "bool batch_first) -> Tensor[]"
-)
-
-
 def _like_results(cell, x, states, weights, biases, layers, both_ways, batch_first):
     size = states[0].shape[2] * (2 if both_ways else 1)
     steps = x.transpose(0, 1) if batch_first else x
@@ -400,8 +394,12 @@ def _like_results(cell, x, states, weights, biases, layers, both_ways, batch_fir
     return [y.transpose(0, 1) if batch_first else y, *(torch.empty_like(state) for state in states)]
 
 
-_library.impl("recurrent_layers", _like_results, "Meta")
-RECURRENT_LAYERS = torch.ops.tvm_dispatch.recurrent_layers.default
+RECURRENT_LAYERS = own_operator(
+    "recurrent_layers(str cell, Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, bool both_ways, "
+    "bool batch_first) -> Tensor[]",
+    None,
+    _like_results,
+)
 """Whole layers without dropout; ``cell``: the name of torch's operator. Results: the output, then the last states."""
 
 
