@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from bridge.base.devices import current_device
-from bridge.base.errors import Unsupported, swallowed, user_line
+from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
 from bridge.base.pytrees import tensor_leaves
 from bridge.base.torch_fakes import new_fake
 from bridge.base.torch_internals import (
@@ -57,7 +57,7 @@ from bridge.capture.symbolic_run import POOLINGS
 from bridge.capture.training_graph import SizeNodes, TrainingGraph
 from bridge.capture.whole_functions import SHAPES
 
-__all__ = ["RAN", "FunctionalGraph", "NotFunctional", "drop_unused", "functional_graph"]
+__all__ = ["RAN", "FunctionalGraph", "drop_unused", "functional_graph"]
 
 _HANDED_ON = ("custom", "stack_trace", "nn_module_stack", ROW)
 
@@ -78,8 +78,12 @@ class FunctionalGraph:
     drawing: Sequence[fx.Node]
 
 
-def functional_graph(training: TrainingGraph) -> FunctionalGraph | NotFunctional:
-    """Functionalizes a training graph; the new nodes inherit its ``meta["custom"]``."""
+def functional_graph(training: TrainingGraph) -> FunctionalGraph:
+    """Functionalizes a training graph; the new nodes inherit its ``meta["custom"]``.
+
+    Raises:
+        UnsupportedModule: an operator differs on fake tensors from eager, or cannot run on them.
+    """
     emitter = _Emitter(symbolic=training.mode.shape_env is not None)
     kinds = None if emitter.symbolic else _Kinds(emitter, any(map(_writes, training.graph.nodes)))
     values: dict[fx.Node, Any] = {}
@@ -99,12 +103,11 @@ def functional_graph(training: TrainingGraph) -> FunctionalGraph | NotFunctional
                     made = node.target(*args, **kwargs) if kinds is None else kinds.call(node, args, kwargs, mode)
                 except Exception as error:  # noqa: BLE001 - a formula of torch's may raise any error
                     swallowed(error)
-                    return NotFunctional(_not_made(node, error, emitter.symbolic), error)
-                if kinds is not None and (problem := _moved_in_memory(node, args)) is not None:
-                    return problem
-                if kinds is not None and node.meta.get(OF) is node.target and not _writes(node):
-                    if (problem := _other_than_eagers(node, made, args, kwargs, memory)) is not None:
-                        return problem
+                    raise UnsupportedModule("", [_not_made(node, error, emitter.symbolic)], error) from None
+                if kinds is not None:
+                    _check_strides(node, args)
+                    if node.meta.get(OF) is node.target and not _writes(node):
+                        _compare_with_eager(node, made, args, kwargs, memory)
                 values[node] = made
         last = {name: emitter.node_of(_inner(value)) for name, value in inputs.items() if is_written(value)}
     results = [emitter.node_of(each) if isinstance(each, torch.Tensor) else each for each in results]
@@ -119,52 +122,42 @@ def _not_made(node: fx.Node, error: Exception, symbolic: bool) -> Unsupported:
     return Unsupported(str(node.target), where or "forward", f"torch cannot make it functional{dynamic}: {told}")
 
 
-@dataclass(frozen=True)
-class NotFunctional:
-    """Refusal: an operator differs on fake tensors from eager, or cannot run on them because of ``cause``."""
-
-    problem: Unsupported
-    cause: Exception | None = None
+def _refusal(node: fx.Node, reason: str, *hint: str) -> UnsupportedModule:
+    where = user_line(node.meta.get("stack_trace")) or "forward"
+    return UnsupportedModule("", [Unsupported(str(node.target), where, reason, *hint)])
 
 
-def _other_than_eagers(
-    node: fx.Node, made: Any, args: tuple, kwargs: dict[str, Any], memory: set[int]
-) -> NotFunctional | None:
-    """Compares an operator's results on fake tensors with eager's → a refusal if shapes or dtypes differ, or if one is
-    a view and the other a copy of written memory: ``reshape`` decides by strides, which fakes may have otherwise."""
-    where, ours, found = user_line(node.meta.get("stack_trace")), tensor_leaves(node.meta["val"]), tensor_leaves(made)
-    here = memory_at(node)
+def _compare_with_eager(node: fx.Node, made: Any, args: tuple, kwargs: dict[str, Any], memory: set[int]) -> None:
+    """Refuses an operator whose results on fake tensors have other shapes or dtypes than eager's, or of which one is a
+    view and the other a copy of written memory: ``reshape`` decides by strides, which fakes may have otherwise."""
+    ours, found, here = tensor_leaves(node.meta["val"]), tensor_leaves(made), memory_at(node)
     if type(made) is tuple and len(ours) == len(found) == len(here) == len(made):  # oneDNN adds an unread workspace
         read = {user.args[1] for user in node.users if user.target is getitem and user.users}
         ours, found, here = ([each for place, each in enumerate(kind) if place in read] for kind in (ours, found, here))
     if [(each.shape, each.dtype) for each in ours] != [(each.shape, each.dtype) for each in found]:
         words = [", ".join(f"{each.dtype} of shape {list(each.shape)}" for each in forms) for forms in (ours, found)]
-        reason = f"on the sample eager gives {words[0]}, and torch's formula {words[1]}"
-        return NotFunctional(Unsupported(str(node.target), where or "forward", reason))
+        raise _refusal(node, f"on the sample eager gives {words[0]}, and torch's formula {words[1]}")
     there = [each for source in node.all_input_nodes for each in memory_at(source)]
     if memory.isdisjoint((*there, *here)) or (aliased(node) is None and _is_given_away(node, there)):
-        return None
+        return
     operands = {storage_id(each.elem) for each in tensor_leaves((args, kwargs))}
-    if [each in there for each in here] == [storage_id(each.elem) in operands for each in found]:
-        return None
-    reason = "copies in eager what it views on fake tensors, or the reverse, and one of the two is written"
-    return NotFunctional(Unsupported(str(node.target), where or "forward", reason, "clone before the write"))
+    if [each in there for each in here] != [storage_id(each.elem) in operands for each in found]:
+        reason = "copies in eager what it views on fake tensors, or the reverse, and one of the two is written"
+        raise _refusal(node, reason, "clone before the write")
 
 
-def _moved_in_memory(node: fx.Node, args: tuple) -> NotFunctional | None:
-    """A refusal if ``as_strided`` finds its tensor's elements at other places than in eager."""
+def _check_strides(node: fx.Node, args: tuple) -> None:
+    """Refuses an ``as_strided`` that finds its tensor's elements at other places than in eager."""
     if node.target not in AS_STRIDED:
-        return None
+        return
     (eager, start), (ours, at) = (
         (each.stride(), each.storage_offset()) for each in (node.args[0].meta["val"], args[0])
     )
-    if eager == ours and (start == at == 0 or (start == at and len(node.args) < 4)):
-        return None
-    reason = (
-        "its tensor has other strides after functionalization" if eager != ours else "its tensor begins inside another"
-    )
-    where = user_line(node.meta.get("stack_trace")) or "forward"
-    return NotFunctional(Unsupported(str(node.target), where, reason, "call contiguous() before it"))
+    hint = "call contiguous() before it"
+    if eager != ours:
+        raise _refusal(node, "its tensor has other strides after functionalization", hint)
+    if start != at or (start and len(node.args) >= 4):
+        raise _refusal(node, "its tensor begins inside another", hint)
 
 
 def _is_given_away(node: fx.Node, memory: Sequence[int | None]) -> bool:

@@ -35,7 +35,7 @@ from bridge.capture.captured import (
 from bridge.capture.distributed import collective_problems
 from bridge.capture.draws import match_draws
 from bridge.capture.fake_run import FakeRecord
-from bridge.capture.functional import FunctionalGraph, NotFunctional, drop_unused, functional_graph
+from bridge.capture.functional import FunctionalGraph, drop_unused, functional_graph
 from bridge.capture.loops.lengths import LoopedCall, comparable, run_of_any_length
 from bridge.capture.observation import Observation, Output
 from bridge.capture.passes.stop_gradient import link_functions, mark_overwritten, prepare
@@ -293,10 +293,11 @@ def _functional(made: TrainingGraph, name: str, observation: Observation) -> Fun
     """The functional form of a training graph."""
     raise_deferred()
     with autocast_to(None), quiet(), functions_of_torch():  # its casts are in the graph by now
-        functional = functional_graph(made)
-    if isinstance(functional, NotFunctional):
-        log.debug("%s cannot be run on fake tensors", name, exc_info=functional.cause)
-        raise UnsupportedModule(name, observation.unsupported or [functional.problem], cause=functional.cause)
+        try:
+            functional = functional_graph(made)
+        except UnsupportedModule as error:
+            log.debug("%s cannot be run on fake tensors", name, exc_info=error.cause)
+            raise UnsupportedModule(name, observation.unsupported or error.ops, cause=error.cause) from None
     raise_deferred()
     return functional
 

@@ -38,7 +38,7 @@ from bridge.base.torch_recording import (
     is_only_mapped,
     no_python_kernels,
 )
-from bridge.capture.custom_functions import backward_running
+from bridge.capture.custom_functions import backward_running, function_running
 from bridge.capture.distributed import DistributedTensors
 from bridge.capture.opened import Opening, opening
 from bridge.capture.prepared_twin import PreparedTwin
@@ -190,7 +190,7 @@ class OperatorRecorder(PreDispatchMode):
         if self.answers is not None and func is aten.contiguous.default and self._is_contiguous(*args, **kwargs):
             return args[0]  # for contiguous real tensors no operator runs
         place, before = self._place_of_call(), len(self.draws)
-        grad = torch.is_grad_enabled()
+        grad = torch.is_grad_enabled() or function_running() is not None
         if facts.is_fresh:
             return self._literal(func, args, kwargs)
         if self._expected or self.values.in_script:
@@ -219,7 +219,7 @@ class OperatorRecorder(PreDispatchMode):
         results = mapped(result, torch.Tensor, self.values.result)
         draws = before, len(self.draws)
         if (inside := backward_running()) is not None:
-            if current_graph_task_id() != -1 and not grad:
+            if current_graph_task_id() != -1 and not torch.is_grad_enabled():
                 inside.unheld = "runs autograd inside forward, whose result is a constant"
             elif draws[1] != before:
                 inside.unheld = "draws random numbers"

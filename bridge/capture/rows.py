@@ -72,7 +72,7 @@ class Row(NamedTuple):
         op: the overload.
         args, kwargs: its operands: constants, and values for tensors.
         results: its results, in their structure: values for tensors, numbers.
-        grad: whether grad mode was on.
+        grad: whether grad mode was on, or the row is inside of a custom autograd Function, where it has no effect.
         draws: the numbers of draws before and after it.
         where: the user's line, as ``(file name, line)``.
         path: dotted path of the innermost module that ran.

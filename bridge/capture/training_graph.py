@@ -19,7 +19,6 @@ from torch import fx
 from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, fixed
-from bridge.capture.custom_functions import FUNCTION, WITH_GRADIENT
 from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, STOPPED, written
 from bridge.capture.recorder import READS
 from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
@@ -72,7 +71,6 @@ class _Builder:
         self.env: dict[int, fx.Node] = {}
         self.literals: dict[int, fx.Node] = {}
         self.names: set[str] = set()
-        self.function = _Parts()
         self.sizes = SizeNodes(self.made.graph)
 
     def build(self, names: Mapping[int, str], order: Any, results: Sequence[Any]) -> TrainingGraph:
@@ -114,7 +112,6 @@ class _Builder:
         return self.env[value.number]
 
     def _row(self, index: int, row: Row) -> None:
-        inside = self.function.contains(row.op)
         if row.op in READS:
             return
         args, kwargs = mapped((row.args, row.kwargs), ValueRef, self._node)
@@ -124,7 +121,7 @@ class _Builder:
         node.meta.update(self._told(index, row))
         node.meta[OF] = row.op
         same = set[int]()  # an operator under no_grad that does nothing returns its operand, still tracked
-        if self.grad and not row.grad and not inside:
+        if self.grad and not row.grad:
             node.meta[STOPPED] = True
             same.update(() if written(node) else values_in((row.args, row.kwargs)))
         if isinstance(row.results, ValueRef):
@@ -149,23 +146,6 @@ class _Builder:
         if row.path:
             told["nn_module_stack"] = {row.path: (row.path, "")}
         return told
-
-
-class _Parts:
-    """Tells the rows inside a custom autograd Function: grad modes have no effect there, autograd sees only outputs."""
-
-    def __init__(self) -> None:
-        self._inside = self._ends = False
-
-    def contains(self, op: Any) -> bool:
-        """Whether the next row, a call of ``op``, is inside a Function; called once per row, in order."""
-        if op is FUNCTION:
-            self._inside, self._ends = True, False
-        elif op is WITH_GRADIENT:
-            self._ends = True
-        elif self._ends:
-            self._inside = self._ends = False
-        return self._inside
 
 
 # Size nodes: torch's symbolic numbers → nodes of a graph that compute them from the sizes of its inputs.

@@ -87,7 +87,10 @@ class Aliases:
     """
 
     def __init__(
-        self, nodes: Iterable[fx.Node], requires_grad: Callable[[fx.Node], bool], cut: Callable[[fx.Node], bool]
+        self,
+        nodes: Iterable[fx.Node],
+        requires_grad: Callable[[fx.Node], bool],
+        cut: Callable[[fx.Node], bool] = lambda node: False,
     ):
         self.order = {node: position for position, node in enumerate(nodes)}
         self.root: dict[fx.Node, fx.Node] = {}

@@ -51,7 +51,7 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
     keep_layers_whole(graph)
     _pass_through(graph)
     _word_assertions(graph)
-    write_straight_through(graph, requires_grad, STOP_GRADIENT)
+    _write_straight_through(graph, requires_grad)
     _stop_unread(graph, requires_grad)
     hidden = _stop_gradients(graph, requires_grad)
     problems += [] if problems else hidden
@@ -73,7 +73,7 @@ def _parameters_written_first(graph: fx.Graph, requires_grad: Callable[[fx.Node]
     for node in graph.nodes:
         for leaf in leaves.keys() & written(node):  # the operator returns it
             node.replace_all_uses_with(leaf)
-    aliases, problems = Aliases(graph.nodes, requires_grad, cut=lambda node: False), []
+    aliases, problems = Aliases(graph.nodes, requires_grad), []
     writes_of = aliases.writes()
     for leaf in leaves:
         if (writes := writes_of.get(leaf)) is None:
@@ -113,7 +113,7 @@ def _write_first(graph: fx.Graph, leaf: fx.Node, last: fx.Node, later: set[fx.No
 
 def mark_overwritten(graph: fx.Graph, names: Collection[str]) -> None:
     """Passes the memory of inputs through ``tvm_dispatch::overwritten`` after each write, in place."""
-    aliases = Aliases(graph.nodes, lambda node: False, cut=lambda node: False)
+    aliases = Aliases(graph.nodes, lambda node: False)
     writes_of = aliases.writes()
     for memory in [node for node in graph.nodes if node.op == "placeholder" and node.name in names]:
         places = writes_of.get(memory, [])
@@ -153,7 +153,7 @@ def _wrong_in_torch(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
     found = [node for node in graph.nodes if node.target is aten.as_strided_scatter.default]
     if not found:
         return []
-    aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
+    aliases = Aliases(graph.nodes, requires_grad)
     reason = "torch's own derivative of it is wrong where the source is written, and ours would differ from eager's"
     return [
         Unsupported(
@@ -187,7 +187,7 @@ def _stop_unread(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> N
 
     In eager it ends at that name: the memory's other names, read later, stay untracked.
     """
-    aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
+    aliases = Aliases(graph.nodes, requires_grad)
     names = Aliases(graph.nodes, requires_grad, cut=is_detach)
     for node in [node for node in graph.nodes if is_detach(node) and aliases.followed(node)]:
         members = names.class_of(node)
@@ -200,7 +200,7 @@ def _stop_unread(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> N
 def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
     """``detach`` of a tracked tensor → ``stop_gradient``; other ``detach`` → its argument. Refuses a ``detach`` whose
     memory is written and read under both names."""
-    aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
+    aliases = Aliases(graph.nodes, requires_grad)
     stopped = Aliases(graph.nodes, requires_grad, cut=lambda node: is_detach(node) and aliases.followed(node))
     problems = []
     for node in [node for node in graph.nodes if is_detach(node)]:
@@ -256,37 +256,19 @@ def _is_float(value: Any) -> bool:
 _FUNCTIONAL = {aten.clamp_.default: aten.clamp.default, aten.clamp_min_.default: aten.clamp_min.default}
 
 
-def write_straight_through(
-    graph: fx.Graph, requires_grad: Callable[[fx.Node], bool], stop_gradient: Callable[..., Any]
-) -> None:
-    """Rewrites clamps under ``no_grad`` of a training graph in place.
-
-    ``x.clamp_(…)`` becomes ``x.copy_(where(y == z, x, y + (x - z)))`` with ``z = stop_gradient(x)`` and ``y`` the
-    clamped ``z``: ``y`` to the bit, with the gradient of ``x``. Where nothing is clamped, it is ``x``, also infinity.
-    """
+def _write_straight_through(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> None:
+    """``x.clamp_(…)`` under ``no_grad`` → ``x.copy_(with_gradient(x.clamp(…), x))``, in place."""
     clamps = [node for node in graph.nodes if node.target in _FUNCTIONAL and STOPPED in node.meta]
-    if not clamps:
-        return
-    aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
+    aliases = Aliases(graph.nodes, requires_grad) if clamps else None
     for node in [node for node in clamps if aliases.followed(node.args[0])]:
         x, *bounds = node.args
-        mode = x.meta["val"].fake_mode
-
-        def emit(op: Any, *args: Any, before: fx.Node = node, mode: Any = mode, **kwargs: Any) -> fx.Node:
-            with graph.inserting_before(before):
-                made = graph.call_function(op, args, kwargs)
-            values = fx.map_arg((args, kwargs), lambda arg: arg.meta["val"])
-            with mode:
-                made.meta["val"] = op(*values[0], **values[1])
-            made.meta.update(told(before))
-            return made
-
-        z = emit(stop_gradient, x)
-        y = emit(_FUNCTIONAL[node.target], z, *bounds, **node.kwargs)
-        moved = emit(aten.add.Tensor, y, emit(aten.sub.Tensor, x, z))
-        through = emit(aten.where.self, emit(aten.eq.Tensor, y, z), x, moved)
         with graph.inserting_before(node):
+            clamped = graph.call_function(_FUNCTIONAL[node.target], (x, *bounds), node.kwargs)
+            through = graph.call_function(WITH_GRADIENT, (clamped, x))
             copied = graph.call_function(aten.copy_.default, (x, through))
+        with x.meta["val"].fake_mode:
+            clamped.meta.update(told(node), val=torch.empty_like(x.meta["val"]))
+        through.meta.update(clamped.meta)
         copied.meta.update(node.meta)
         node.replace_all_uses_with(copied)
         graph.erase_node(node)
