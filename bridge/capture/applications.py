@@ -73,8 +73,9 @@ class Application:
         """Positions of the tensors among the leaves of the arguments."""
         return [place for place, each in enumerate(self.constants) if each is TENSOR]
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-        """Applies the Function to tensors outside of autograd's graph → its results, and a tensor behind its node.
+    def run(self, tensors: Sequence[torch.Tensor], kind: type | None = None) -> tuple[Any, Any]:
+        """Applies the Function, or another ``kind``, to tensors outside of autograd's graph → its results, and a tensor
+        behind its node.
 
         A reference to a node keeps its saved tensors in some versions of torch only, another node's edge in all.
         """
@@ -88,7 +89,7 @@ class Application:
                 ]
             for place, each in zip(self.places, tensors, strict=True):
                 leaves[place] = each
-            made = apply_function(self.kind, tuple(pytree.tree_unflatten(leaves, self.spec)), {})
+            made = apply_function(kind or self.kind, tuple(pytree.tree_unflatten(leaves, self.spec)), {})
             followed = [each for each in tensor_leaves(made) if isinstance(each.grad_fn, FunctionNode)]
             behind = apply_function(_Behind, (followed[0],), {}) if followed else None
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made), behind

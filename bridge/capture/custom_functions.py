@@ -164,7 +164,7 @@ class CustomFunctions:
         known: Sequence[str] | None = None,
     ) -> None:
         self._module_name, self.writing = module_name, writing
-        self.opaque = Opaque(recorder.draws, recorder.protect, known)
+        self.opaque = Opaque(protect=recorder.protect, known=known)
         self._record, self._values, self._distributed = recorder.record, recorder.values, recorder.values.distributed
         self.uses: list[Use] = []
         self.problems: list[Unsupported] = []
@@ -223,7 +223,7 @@ class CustomFunctions:
             copies |= {place: args[place].clone() for place in returned & followed.keys()}
             inside.copies = {storage_id(each) for each in copies.values()}
             inside.runs_forward, start, first = True, len(self._record.rows), len(self._record.forms)
-            made = apply_function(kind, tuple(copies.get(place, arg) for place, arg in enumerate(args)), kwargs)
+            made = apply_function(ctx.kind, tuple(copies.get(place, arg) for place, arg in enumerate(args)), kwargs)
             inside.runs_forward = False
             memory = self._written(start)
             changed = {n for n, arg in followed.items() if not memory.isdisjoint(self._memory(self._numbers([arg])))}

@@ -217,7 +217,10 @@ class DrawRecorder(IsolatedRNG):
 
     Attributes:
         differentiates: whether an operator ran in a backward.
+        inside: runs the operators of an opaque Function (:mod:`bridge.capture.opaque_functions`), while it runs.
     """
+
+    inside: Any = None
 
     def __init__(
         self,
@@ -246,7 +249,8 @@ class DrawRecorder(IsolatedRNG):
         before = None if func.namespace in TORCHS or not self._isolates else self.states()
         if before is not None and schema(func).is_mutable:
             self.complain(str(func), "writes into its arguments, by an operator that is not torch's")
-        result = unrecorded(call, args, kwargs)
+        run = partial(unrecorded, call, args, kwargs)
+        result = run() if self.inside is None else self.inside.called(run, args, kwargs)
         if before is not None and not all(map(torch.equal, before, self.states())):
             self.complain(str(func), UNTOLD)
         if current_graph_task_id() != -1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
 from typing import Any
@@ -20,10 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported
-from bridge.base.modes import ambient_autocast, replaced, while_active
+from bridge.base.modes import ambient_autocast, while_active
 from bridge.base.pytrees import is_plain, tensor_leaves
 from bridge.base.torch_autograd import node_class
-from bridge.base.torch_internals import VF, TorchDispatchMode, current_graph_task_id, pytree, storage_id
+from bridge.base.torch_internals import VF, current_graph_task_id, pytree, storage_id
 from bridge.base.torch_recording import own_operator, unrecorded
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.applications import (
@@ -45,43 +45,44 @@ class NotTraceable(Exception):
     """A Function cannot be traced; the message is the reason."""
 
 
+_CODE = ("forward", "setup_context", "backward", "vjp", "jvp")
+
+
 class NotedContext:
     """While active, notes forward's calls of ``ctx``, and gives backward the same tensor objects that forward saved.
 
     Autograd's unpacking may make new tensors of them, which the graph does not know.
 
     Attributes:
+        kind: a Function with the same code, to be applied in the Function's place: no other has nodes of its class.
         partial: whether the Function wants ``None`` for the gradients of unused outputs.
-        saved: the tensors that it saved.
+        saved: the tensors that it saved; ``None`` while not active.
     """
 
     def __init__(self, kind: type) -> None:
-        self.partial, self.saved = False, ()
-        self._node = node_class(kind)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        here, theirs = threading.get_ident(), self._node.saved_tensors
-        materialize, save = self._node.set_materialize_grads, self._node.save_for_backward
+        code = {name: staticmethod(getattr(kind, name)) for name in _CODE}
+        self.kind = type(kind.__name__, (torch.autograd.Function,), {**code, "__module__": kind.__module__})
+        self.partial, self.saved, node = False, None, node_class(self.kind)
 
         def note_materialize(ctx: Any, value: bool) -> None:
-            if threading.get_ident() == here:
-                self.partial = not value
-            materialize(ctx, value)
+            self.partial = not value
+            super(node, ctx).set_materialize_grads(value)
 
         def note_saved(ctx: Any, *tensors: Any) -> None:
-            if threading.get_ident() == here:
-                self.saved = tensors
-            save(ctx, *tensors)
+            self.saved = tensors if self.saved is not None else None
+            super(node, ctx).save_for_backward(*tensors)
 
         def saved(ctx: Any) -> Any:
-            return self.saved if threading.get_ident() == here else theirs.__get__(ctx)
+            return super(node, ctx).saved_tensors if self.saved is None else self.saved
 
-        noted = {"set_materialize_grads": note_materialize, "save_for_backward": note_saved}
-        self._stack.enter_context(replaced(self._node, **noted, saved_tensors=property(saved)))
+        node.set_materialize_grads, node.save_for_backward = note_materialize, note_saved
+        node.saved_tensors = property(saved)
+
+    def __enter__(self) -> None:
+        self.saved = ()
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self.saved = None
 
 
 class _Thread(threading.local):
@@ -121,21 +122,21 @@ APPLY = own_operator("apply_opaque(str key, Tensor[] tensors) -> Tensor[]", _rec
 BACKWARD = own_operator("backward_opaque(str key, Tensor state, Tensor[] gradients) -> Tensor[]", _zero_gradients)
 
 
-class _Made(TorchDispatchMode):
-    """While active, notes the memory of the tensors that operators make.
+class _Made:
+    """Notes the memory of the tensors that operators make while an opaque Function runs, as its run calls them.
 
     Raises :class:`NotTraceable` in a backward that begins meanwhile: it might add to gradients that are the caller's.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.memory: dict[int, StorageWeakRef] = {}
         self._task = current_graph_task_id()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def called(self, call: Callable[[], Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs an operator → its result."""
         if current_graph_task_id() != self._task:
             raise NotTraceable("runs a backward inside, and cannot be traced")
-        made, given = func(*args, **(kwargs or {})), {storage_id(each) for each in tensor_leaves((args, kwargs))}
+        made, given = call(), {storage_id(each) for each in tensor_leaves((args, kwargs))}
         for each in tensor_leaves(made):
             if storage_id(each) not in given:
                 self.memory[storage_id(each)] = StorageWeakRef(each.untyped_storage())
@@ -147,14 +148,14 @@ class Opaque:
     """The opaque Functions of a run.
 
     Attributes:
-        draws: the draws of the run so far.
+        draws: records the draws of the run, and runs its operators.
         protect: called with each tensor that an application may write.
         applied: keys of the applications, in order.
         known: the keys of the real run, for a run on fake tensors; ``None``: this is the real run.
         made: memory that the Functions have made.
     """
 
-    draws: Sequence[Any] = ()
+    draws: Any = None
     protect: Callable[[torch.Tensor], None] = lambda tensor: None
     known: Sequence[str] | None = None
     applied: list[str] = field(default_factory=list)
@@ -186,7 +187,7 @@ class Opaque:
             raise NotTraceable("has no tensor argument")
         if any(each.is_complex() or each.layout is not torch.strided for each in tensors):
             raise NotTraceable("takes complex numbers or sparse tensors, and cannot be traced")
-        if closed := [each for name in _CODE for each in _closed_over(getattr(kind, name, None))]:
+        if closed := [each for name in _CODE[:3] for each in _closed_over(getattr(kind, name, None))]:
             raise NotTraceable(f"closes over a {type(closed[0]).__name__}, and cannot be traced")
         constants = tuple(TENSOR if isinstance(each, torch.Tensor) else each for each in leaves)
         if odd := [each for each in constants if each is not TENSOR and not _is_constant(each)]:
@@ -207,16 +208,16 @@ class Opaque:
         self, application: Application, tensors: Sequence[torch.Tensor]
     ) -> tuple[Application, list[torch.Tensor]]:
         """Runs an application for the first time, forward and backward → it with forms and effects; its tensors."""
-        before, drawn = [each.detach().clone() for each in tensors], len(self.draws)
+        before, drawn = [each.detach().clone() for each in tensors], len(self.draws.draws)
         for each in tensors:
             self.protect(each)
         noted, inside = NotedContext(application.kind), _Made()
         here = torch.autograd.set_multithreading_enabled(False)  # the mode sees a GPU's backward as well
-        with inside, saved_tensors_hooks(_itself, _itself), noted, here:
+        with while_active(self.draws, inside=inside), saved_tensors_hooks(_itself, _itself), noted, here:
             given = [lent(each) for each in tensors]
             kept = [StorageWeakRef(each.untyped_storage()) for each in given]
             addresses = {storage_id(each) for each in given}
-            made, behind = application.run(given)
+            made, behind = application.run(given, noted.kind)
             del given
             self.made |= inside.memory
             results = list(made) if isinstance(made, tuple) else [made]
@@ -251,15 +252,12 @@ class Opaque:
                 )
                 if any(each._version for each in differentiable):
                     raise NotTraceable("its backward changes a tensor in place that was there before")
-        if len(self.draws) != drawn:
+        if len(self.draws.draws) != drawn:
             raise NotTraceable("draws random numbers, and cannot be traced")
         application = replace(application, gradients=tuple(each is not None for each in gradients))
         values = [each.clone() for each in tensor_leaves(results)]
         values += [tensors[place].detach().clone() for place in sorted(application.changed)]
         return application, [*values, VF.empty(1, dtype=torch.uint8, device=tensors[0].device)]
-
-
-_CODE = ("forward", "setup_context", "backward")
 
 
 def _closed_over(function: Any) -> list[Any]:

@@ -291,7 +291,7 @@ class _Watch:
         self.functions = CustomFunctions(name, recorder, writing)
         self.calls = Functions(recorder, rules)
         self.draws = DrawRecorder(self.observation.draws, rules.complain, inputs, True)
-        self.draws.underived = rules.underived
+        self.draws.underived, self.functions.opaque.draws = rules.underived, self.draws
 
     def run(self, module: nn.Module, origin: Mapping[int, Any]) -> Any:
         """Runs the twin of ``module`` → forward's result."""
