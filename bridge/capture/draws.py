@@ -407,16 +407,9 @@ def _may_be(node: fx.Node, draw: Draw) -> bool:
 
 def draws_at(node: fx.Node) -> bool:
     """Whether a node draws."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not draws(node.target):
         return False
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    if node.target is aten.native_dropout.default:
-        value, rate, train = node.args
-        return bool(train) and 0 < rate < 1 and value.meta["val"].numel() > 0
-    if node.target in SLOPE_DRAWS:
-        return any(node.args[4:5])
-    return not is_attention(node.target) or attention_rate(node.target, node.args, node.kwargs) > 0
+    return not _draws_nothing(node.target, *fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"]))
 
 
 # Fused attention on CUDA: a call of a torch operator → its dropout rate, how far its kernel moves the generator's

@@ -6,7 +6,7 @@ operators that it calls. Some operators stay whole (:mod:`bridge.capture.passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -263,13 +263,14 @@ def _inner(value: Any) -> Any:
     return in_functional(value) if isinstance(value, FunctionalTensor) else value
 
 
-def drop_unused(graph: fx.Graph) -> None:
-    """Erases calls without users and effects; one that may raise stays, with an assertion that it has run."""
+def drop_unused(graph: fx.Graph, before: Collection[fx.Node]) -> None:
+    """Erases calls without users and effects; one that may raise stays, with an assertion that it has run, unless a
+    call computes it ``before`` its forward."""
     for node in reversed(graph.nodes):  # unused draws go, as in torch: bridge.rng draws for them at each call
         if node.op == "call_function" and not node.users and node.target not in MARKS:
             if isinstance(node.target, OpOverload) and node.target in _EFFECTS:
                 continue
-            if is_for_errors(node.target, node.args, node.meta.get("val")):
+            if node not in before and is_for_errors(node.target, node.args, node.meta.get("val")):
                 _assert_ran(graph, node)
             else:
                 graph.erase_node(node)

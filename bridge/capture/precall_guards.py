@@ -22,6 +22,7 @@ from torch import fx
 
 from bridge.base.devices import HOST
 from bridge.base.errors import BY_NUMBERS, Unsupported
+from bridge.base.pytrees import tensor_leaves
 from bridge.base.torch_internals import OpOverload, aten, schema
 from bridge.base.torch_shapes import hint
 from bridge.capture.draws import IsolatedRNG
@@ -108,12 +109,7 @@ def shown(numbers: Sequence[int]) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-class _NotRecomputedError(Exception):
-    """The nodes depend on more than inputs and constants, or are too many."""
-
-
 def recomputed(
-    graph: fx.Graph,
     read: Sequence[fx.Node | None],
     readings: Sequence[ScalarGuard],
     tensors: Sequence[ModuleTensor],
@@ -121,146 +117,102 @@ def recomputed(
     literals: Mapping[str, torch.Tensor],
     sizes: Sequence[tuple[int | None, ...]],
     given: int,
-) -> tuple[tuple[PreCallExpression, ...], tuple[fx.Node | None, ...]]:
+) -> tuple[tuple[PreCallExpression, ...], tuple[fx.Node | None, ...], set[fx.Node]]:
     """Splits the numbers that forward reads → (pre-call guard expressions, ``read`` with ``None`` for their numbers,
-    for constants and for certain numbers).
-
-    Erases nodes without other users from the graph, in place.
+    for constants and for certain numbers, the nodes that compute these).
 
     Args:
-        graph: a functional graph.
-        read, readings: the nodes of the numbers; their scalar guards.
+        read, readings: the nodes of the numbers in a functional graph; their scalar guards.
         tensors: the module's tensors.
         bound, literals: the graph's placeholders, as in :class:`bridge.capture.captured.Captured`.
         sizes: for each reading, as in :class:`PreCallExpression`.
         given: the number of inputs before the counted dimensions.
     """
-    found, left, gone = [], list(read), set()
+    found, left, gone = [], list(read), set[fx.Node]()
     for place, (node, reading) in enumerate(zip(read, readings, strict=True)):
         if node is None:
             continue
-        is_size = bool(sizes[place])
-        if not is_size and (nodes := constant(node, bound)) is not None:
+        is_size, is_rounded = bool(sizes[place]), reading.dtype.is_floating_point or reading.dtype.is_complex
+        nodes = None if is_size else constant(node, bound)
+        if nodes is None and not is_rounded and not is_size and (always := certain(node)) is not None:
+            nodes = always[1] if set(_flat(reading)) == {always[0]} else None
+        if nodes is None and not is_rounded and (nodes := _repeatable(node, tensors, bound, literals)) is not None:
+            indices = (bound[each.name] for each in nodes if each.op == "placeholder" and each.name in bound)
+            inputs = tuple(dict.fromkeys(indices))
+            known = given + sum(size is not None for each in found for size in each.sizes)
+            if any(index >= known for index in inputs):  # it depends on a number that is read later
+                continue
+            operations = tuple(_operations(nodes, bound, literals, inputs))
+            found.append(PreCallExpression(reading.where, tuple(_flat(reading)), inputs, operations, sizes[place]))
+        if nodes is not None:
             left[place] = None
-            gone.update(nodes)
-            continue
-        if reading.dtype.is_floating_point or reading.dtype.is_complex:
-            continue
-        always = None if is_size else certain(node)
-        if always is not None and set(_flat(reading)) == {always[0]}:
-            left[place] = None
-            gone.update(always[1])
-            continue
-        walk = _Walk(tensors, bound, literals)
-        try:
-            walk.visit(node)
-        except _NotRecomputedError:
-            continue
-        known = given + sum(size is not None for each in found for size in each.sizes)
-        if any(index >= known for index in walk.inputs):  # it depends on a number that is read later
-            continue
-        numbers, operations = tuple(_flat(reading)), tuple(walk.operations(node))
-        found.append(PreCallExpression(reading.where, numbers, tuple(walk.inputs), operations, sizes[place]))
-        left[place] = None
-        gone.update(walk.nodes)
-    if gone:
-        _forget(graph, read, left, gone)
-    return tuple(found), tuple(left)
+            gone.update(each for each in nodes if each.op == "call_function")
+    return tuple(found), tuple(left), gone
 
 
 def constant(node: fx.Node, bound: Mapping[str, int]) -> list[fx.Node] | None:
-    """The calls that compute a value without inputs and draws; ``None`` if it needs one."""
+    """The nodes that compute a value without inputs and draws; ``None`` if it needs one."""
     return _behind(node, lambda each: each.name not in bound and (each.op == "placeholder" or _name(each) is not None))
 
 
 def _behind(node: fx.Node, may_be: Callable[[fx.Node], bool]) -> list[fx.Node] | None:
-    """The calls that compute a value; ``None`` if ``may_be`` refuses a node that it is computed from."""
-    todo, seen = [node], {node: None}
+    """A node and the nodes that it is computed from, in the graph's order; ``None`` if ``may_be`` refuses one."""
+    todo, seen = [node], {node}
     while todo:
         each = todo.pop()
         if not may_be(each):
             return None
-        new = [source for source in each.all_input_nodes if source not in seen]
-        seen.update(dict.fromkeys(new))
+        new = set(each.all_input_nodes) - seen
+        seen |= new
         todo += new
-    return [each for each in seen if each.op == "call_function"]
+    return sorted(seen)
 
 
-class _Walk:
-    """The nodes that a number is computed from, in order.
+def _repeatable(
+    node: fx.Node, tensors: Sequence[ModuleTensor], bound: Mapping[str, int], literals: Mapping[str, torch.Tensor]
+) -> list[fx.Node] | None:
+    """A number's node and the nodes that it is computed from, in order; ``None`` if a call may not compute them before
+    its forward: they depend on parameters or draws, or are too many."""
+    calls = elements = 0
 
-    Attributes:
-        inputs: index of each module tensor or argument among them -> its position.
-        nodes: the calls among them.
-    """
+    def may_be(each: fx.Node) -> bool:
+        nonlocal calls, elements
+        if each.op == "placeholder":
+            if each.name not in bound:
+                return each.name in literals and literals[each.name].numel() <= MAX_LITERAL
+            index = bound[each.name]
+            return not (index < len(tensors) and tensors[index].requires_grad)
+        extents = (map(hint, made.shape) for made in tensor_leaves(each.meta.get("val")))
+        calls, elements = calls + 1, elements + sum(math.prod(n or MAX_ELEMENTS for n in shape) for shape in extents)
+        is_known = each.op == "call_function" and _name(each) is not None
+        return is_known and calls <= MAX_OPERATIONS and elements <= MAX_ELEMENTS
 
-    def __init__(self, tensors: Sequence[ModuleTensor], bound: Mapping[str, int], literals: Mapping[str, torch.Tensor]):
-        self._tensors, self._bound, self._literals = tensors, bound, literals
-        self._seen: dict[fx.Node, None] = {}
-        self._elements = 0
-        self.inputs: dict[int, int] = {}
-        self.nodes: list[fx.Node] = []
+    return _behind(node, may_be)
 
-    def visit(self, node: fx.Node) -> None:
-        """Adds a node after its inputs; :class:`_NotRecomputedError` if a call may not compute one of them."""
-        todo = [(node, False)]
-        while todo:
-            node, are_inputs_there = todo.pop()
-            if node in self._seen:
-                continue
-            if node.op == "placeholder":
-                self._enter(node)
-            elif are_inputs_there:
-                self._call(node)
-            else:
-                todo.append((node, True))
-                todo += [(each, False) for each in node.all_input_nodes]
-                continue
-            self._seen[node] = None
 
-    def _enter(self, node: fx.Node) -> None:
-        if node.name in self._bound:
-            index = self._bound[node.name]
-            trains = index < len(self._tensors) and self._tensors[index].requires_grad
-            if trains:
-                raise _NotRecomputedError
-            self.inputs.setdefault(index, len(self.inputs))
-        elif node.name not in self._literals or self._literals[node.name].numel() > MAX_LITERAL:
-            raise _NotRecomputedError
-
-    def _call(self, node: fx.Node) -> None:
-        if node.op != "call_function" or _name(node) is None:
-            raise _NotRecomputedError
-        self.nodes.append(node)
-        value = node.meta.get("val")
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, torch.Tensor):
-                self._elements += math.prod(hint(extent) or MAX_ELEMENTS for extent in each.shape)
-        if len(self.nodes) > MAX_OPERATIONS or self._elements > MAX_ELEMENTS:
-            raise _NotRecomputedError
-
-    def operations(self, last: fx.Node) -> list[OperatorCall]:
-        """The nodes as operations; the last operation makes the value of ``last``."""
-        place_of: dict[fx.Node, ValueIndex] = {}
-        made: list[OperatorCall] = []
-        for node in self._seen:
-            if node.op == "placeholder" and node.name in self._bound:
-                place_of[node] = ValueIndex(self.inputs[self._bound[node.name]])
-                continue
-            if node.target == STOP_GRADIENT:
-                place_of[node] = place_of[node.args[0]]
-                continue
-            if node.op == "placeholder":
-                made.append(_literal(self._literals[node.name]))
-            else:
-                layout = {"memory_format"} if node.target in _FILLED else ()
-                kwargs = _plain({name: each for name, each in node.kwargs.items() if name not in layout}, place_of)
-                args = _plain(node.args, place_of)
-                made.append(OperatorCall(_name(node), args, kwargs))
-            place_of[node] = ValueIndex(len(self.inputs) + len(made) - 1)
-        if not made or place_of[last] != ValueIndex(len(self.inputs) + len(made) - 1):
-            made.append(OperatorCall("aten.alias.default", (place_of[last],)))
-        return made
+def _operations(
+    nodes: Sequence[fx.Node], bound: Mapping[str, int], literals: Mapping[str, torch.Tensor], inputs: Sequence[int]
+) -> list[OperatorCall]:
+    """Nodes as operations on inputs; the last operation makes the value of the last node."""
+    place_of: dict[fx.Node, ValueIndex] = {}
+    made: list[OperatorCall] = []
+    for node in nodes:
+        if node.op == "placeholder" and node.name in bound:
+            place_of[node] = ValueIndex(inputs.index(bound[node.name]))
+            continue
+        if node.target == STOP_GRADIENT:
+            place_of[node] = place_of[node.args[0]]
+            continue
+        if node.op == "placeholder":
+            made.append(_literal(literals[node.name]))
+        else:
+            layout = {"memory_format"} if node.target in _FILLED else ()
+            kwargs = _plain({name: each for name, each in node.kwargs.items() if name not in layout}, place_of)
+            made.append(OperatorCall(_name(node), _plain(node.args, place_of), kwargs))
+        place_of[node] = ValueIndex(len(inputs) + len(made) - 1)
+    if not made or place_of[nodes[-1]] != ValueIndex(len(inputs) + len(made) - 1):
+        made.append(OperatorCall("aten.alias.default", (place_of[nodes[-1]],)))
+    return made
 
 
 def _name(node: fx.Node) -> str | None:
@@ -312,19 +264,6 @@ def _flat(reading: ScalarGuard) -> list:
 
 def _listed(value: Any) -> Any:
     return list(map(_listed, value)) if isinstance(value, tuple) else value
-
-
-def _forget(graph: fx.Graph, read: Sequence[fx.Node | None], left: Sequence[fx.Node | None], nodes: set) -> None:
-    """Removes the numbers without a node in ``left`` from the graph's last results, and ``nodes`` without users."""
-    output = graph.output_node()
-    results, *rest = output.args
-    first = len(results) - len(read)
-    if list(results[first:]) != list(read):
-        return
-    output.args = ((*results[:first], *(each for each in left if each is not None)), *rest)
-    for node in reversed(list(graph.nodes)):
-        if node in nodes and not node.users:
-            graph.erase_node(node)
 
 
 _MOST_GUARDED = {str: 1000, np.ndarray: 0}
@@ -440,14 +379,13 @@ def varies(node: fx.Node | None, drawing: Collection[str], literals: Mapping[str
             return each.name in literals
         return each.name in drawing or each.target is aten.empty.memory_format or _name(each) is not None
 
-    nodes = None if node is None else _behind(node, may_be)
-    if nodes is None or len(nodes) > MAX_OPERATIONS or not any(each.name in drawing for each in nodes):
+    nodes = (None if node is None else _behind(node, may_be)) or []
+    calls = [each for each in nodes if each.op != "placeholder"]
+    if len(calls) > MAX_OPERATIONS or not any(each.name in drawing for each in calls):
         return False
-    places = {each: place for place, each in enumerate(node.graph.nodes)}
-    nodes.sort(key=places.__getitem__)
-    known = {each: literals[each.name] for each in node.graph.nodes if each.name in literals}
+    known = {each: literals[each.name] for each in nodes if each.op == "placeholder"}
     with IsolatedRNG(), torch.no_grad():
-        found = [_run(nodes, dict(known))[node] for _ in range(_REDRAWS)]
+        found = [_run(calls, dict(known))[node] for _ in range(_REDRAWS)]
     return not all(torch.equal(each, found[0]) for each in found)
 
 

@@ -258,14 +258,14 @@ def _captured(
     mutated = [*((bound[name], node) for name, node in functional.written.items()), *finals]
     owned_names = [tensor.names[0] for tensor in real.given.tensors]
     observation.unsupported += written_and_read(observation.checkpointed, [index for index, _ in mutated], owned_names)
-    functional.graph.output((*(node for _, node in mutated), *functional.results[:count], *read))
-    drop_unused(functional.graph)
     readings = tuple(each.reading for each in record.reads)
     observation.unsupported += too_many(record.reads, read, bound)
     sizes = [() if counts is None else counts.of(place) for place in range(len(readings))]
-    conditions, read = recomputed(
-        functional.graph, read, readings, real.given.tensors, bound, made.literals, sizes, len(real.order)
-    )
+    tensors, places = real.given.tensors, len(real.order)
+    conditions, read, before = recomputed(read, readings, tensors, bound, made.literals, sizes, places)
+    of_reads = [node for node in read if node is not None]
+    functional.graph.output((*(node for _, node in mutated), *functional.results[:count], *of_reads))
+    drop_unused(functional.graph, before)
     observation.unsupported += uncounted(read, readings, sizes, fake.symbols is not None and counts is None)
     present = {node.name for node in functional.graph.nodes}
     by_draws = tuple(place for place, node in enumerate(read) if varies(node, draw_of, made.literals))
