@@ -48,6 +48,7 @@ from bridge.capture.rows import (
     Row,
     ValueRef,
     errors_noted,
+    leaves_in,
     mapped,
     may_write,
     values_in,
@@ -176,7 +177,7 @@ class OperatorRecorder(PreDispatchMode):
         kwargs, facts, is_mapped = kwargs or {}, _facts(func), innermost_transform() is not None
         if self.paused or facts.is_question:
             return func(*args, **kwargs)
-        tensors = list(_tensors_in((args, kwargs)))
+        tensors = list(leaves_in((args, kwargs), torch.Tensor))
         if (it := self.values.distributed).concerns(tensors):
             return it.called(func, args, kwargs)
         if is_mapped:
@@ -202,7 +203,7 @@ class OperatorRecorder(PreDispatchMode):
         if (it := self._symbols) and it.is_whole_slice(func, operands, args, self.record, self._answer()):
             return self._whole_slice(func, operands, args, (grad, (before, before), *place))
         if self._protected is not None and facts.writes:
-            for tensor in _tensors_in(written_operands(func, args, kwargs)):
+            for tensor in leaves_in(written_operands(func, args, kwargs), torch.Tensor):
                 self._protected.note(tensor)
         result, is_open = self._inside(func, tensors, args, kwargs)
         if is_open:
@@ -214,7 +215,7 @@ class OperatorRecorder(PreDispatchMode):
                         result = func(*args, **kwargs)
                 else:
                     result = self._told(func, args, kwargs, operands, place[0])
-        if any(map(is_nested, _tensors_in(result))):
+        if any(map(is_nested, leaves_in(result, torch.Tensor))):
             raise UnsupportedModule("", [nested(str(func), _line(place[0]))])
         results = mapped(result, torch.Tensor, self.values.result)
         draws = before, len(self.draws)
@@ -227,8 +228,8 @@ class OperatorRecorder(PreDispatchMode):
             reason = "draws inside of torch.vmap"
             raise UnsupportedModule("", [Unsupported(str(func), _line(place[0]), reason, "draw before it")])
         if self.judge is not None:
-            written = _tensors_in(written_operands(func, args, kwargs)) if facts.writes else ()
-            self.judge(func, tensors, written, _tensors_in(result))
+            written = leaves_in(written_operands(func, args, kwargs), torch.Tensor) if facts.writes else ()
+            self.judge(func, tensors, written, leaves_in(result, torch.Tensor))
         self.record.rows.append(Row(func, *operands, results, grad, draws, *place))
         self.values.give_back()
         return result
@@ -426,23 +427,13 @@ def _transform(where: tuple[str, int] | None) -> Unsupported:
     )
 
 
-def _tensors_in(tree: Any) -> Iterable[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for each in tree:
-            yield from _tensors_in(each)
-    elif isinstance(tree, dict):
-        yield from _tensors_in(list(tree.values()))
-
-
 def _own_results(func: Any, args: tuple, result: Any, known: Row) -> Any:
     """The results of an operator on fake tensors, with clones for operands that torch's formula returns although the
     operator makes new tensors; ``known``: the operator's row in the real run."""
     if type(result) is FakeTensor and not any(each is result or type(each) in (list, tuple) for each in args):
         return result
-    given = set(map(id, _tensors_in(args)))
-    if not any(id(each) in given for each in _tensors_in(result)):
+    given = set(map(id, leaves_in(args, torch.Tensor)))
+    if not any(id(each) in given for each in leaves_in(result, torch.Tensor)):
         return result
     if any(each.alias_info for each in schema(func).returns):
         return result

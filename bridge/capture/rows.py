@@ -19,7 +19,7 @@ from bridge.base.torch_shapes import SYMBOLIC, hint
 from bridge.state import constant_key
 
 __all__ = ["Form", "NumberRead", "Record", "Row", "ValueLayout", "ValueRef", "at_hints"]
-__all__ += ["errors_noted", "form_of", "key_of", "mapped", "may_write", "memory_of", "renamed"]
+__all__ += ["errors_noted", "form_of", "key_of", "leaves_in", "mapped", "may_write", "memory_of", "renamed"]
 __all__ += ["values_in", "written", "written_operands"]
 
 
@@ -206,16 +206,21 @@ def renamed(tree: Any, record: Record) -> Any:
     return mapped(tree, ValueRef, lambda value: ValueRef(record.same.get(value.number, value.number)))
 
 
-def values_in(tree: Any) -> Iterator[int]:
-    """The numbers of the values in operands or results, in order."""
-    if type(tree) is ValueRef:
-        yield tree.number
+def leaves_in(tree: Any, kind: type) -> Iterator[Any]:
+    """The leaves of type ``kind`` in operands or results, in order."""
+    if isinstance(tree, kind):
+        yield tree
     elif isinstance(tree, list | tuple):
         for each in tree:
-            yield from values_in(each)
+            yield from leaves_in(each, kind)
     elif isinstance(tree, dict):
         for each in tree.values():
-            yield from values_in(each)
+            yield from leaves_in(each, kind)
+
+
+def values_in(tree: Any) -> Iterator[int]:
+    """The numbers of the values in operands or results, in order."""
+    return (value.number for value in leaves_in(tree, ValueRef))
 
 
 _STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}

@@ -25,7 +25,7 @@ from bridge.capture.draws import DrawRecorder
 from bridge.capture.observation import Draw
 from bridge.capture.opened import LAYERED
 from bridge.capture.passes.decompositions import UPSAMPLES, diagonal_filled
-from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, mapped, renamed
+from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, leaves_in, renamed, values_in
 from bridge.capture.sample import DynamicDim
 from bridge.capture.whole_functions import SHAPES
 
@@ -92,7 +92,7 @@ class Symbols:
             UnsupportedModule: numbers decide the shape.
         """
         before = len(self._environment.guards)
-        forms = [] if known is None else [self._real.forms[v.number] for v in _values(known.results)]
+        forms = [] if known is None else [self._real.forms[number] for number in values_in(known.results)]
         draws = known is not None and known.draws[0] != known.draws[1]
         formula = FORMULAS.get(func)
         with no_python_kernels() if draws else nullcontext():  # some decompose operators whose draws must stay whole
@@ -101,7 +101,8 @@ class Symbols:
                 result = func(*args, **kwargs)
         if where is not None:
             self.lines.update(dict.fromkeys(range(before, len(self._environment.guards)), line_of(where)))
-        mapped(result, torch.Tensor, lambda tensor: self._is_decided(func, tensor, where))
+        for tensor in leaves_in(result, torch.Tensor):
+            self._check_decided(func, tensor, where)
         return result
 
     def fixed(self, size: int | torch.SymInt, line: str) -> int:
@@ -111,17 +112,11 @@ class Symbols:
         self.lines.update(dict.fromkeys(range(before, len(self._environment.guards)), line))
         return number
 
-    def _is_decided(self, func: Any, tensor: torch.Tensor, where: Any) -> None:
+    def _check_decided(self, func: Any, tensor: torch.Tensor, where: Any) -> None:
         for size in tensor.shape:
             if isinstance(size, torch.SymInt) and not is_decided(self._environment, expression(size)):
                 line = "forward" if where is None else line_of(where)
                 raise UnsupportedModule("", [Unsupported(str(func), line, _SHAPE_OF_NUMBERS)])
-
-
-def _values(tree: Any) -> list[ValueRef]:
-    found: list[ValueRef] = []
-    mapped(tree, ValueRef, found.append)
-    return found
 
 
 # Size formulas: operators whose kernels fix symbolic sizes, or take long → the same results by other operators.

@@ -24,7 +24,7 @@ from bridge.capture.loops.rolled import Rolled, rolled_up
 from bridge.capture.observation import Observation, Output
 from bridge.capture.prepared_twin import own_leaves
 from bridge.capture.real_run import real_run_of
-from bridge.capture.rows import Record, ValueRef, mapped, values_in
+from bridge.capture.rows import Record, ValueRef, leaves_in, mapped, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.thread_isolation import recording
 from bridge.guards import undo
@@ -77,7 +77,7 @@ class AnyLength:
 
     def at(self, size: Any) -> Any:
         """The form at a size, a number or torch's symbol."""
-        return _mapped(self.form, lambda value: value.factor * size + value.offset)
+        return mapped(self.form, Varying, lambda value: value.factor * size + value.offset)
 
     def prove(self, form: Any, size: int) -> bool:
         """Whether a record's ``form`` proves that the forward of a size is this one; adds it to :attr:`proven`."""
@@ -184,27 +184,7 @@ def _has_steps_that_vary(form: RolledMetadata) -> bool:
 
 
 def _varies(form: Any) -> bool:
-    if isinstance(form, tuple | list):
-        return any(map(_varies, form))
-    if type(form) is dict:
-        return any(map(_varies, form.values()))
-    return type(form) is Varying
-
-
-def _mapped(form: Any, change: Callable[[Varying], Any]) -> Any:
-    if type(form) is Varying:
-        return change(form)
-    if type(form) is ValueRef:
-        return form
-    if isinstance(form, tuple | list):
-        return _like(form, [_mapped(each, change) for each in form])
-    if type(form) is dict:
-        return {name: _mapped(each, change) for name, each in form.items()}
-    return form
-
-
-def _like(form: Any, made: list[Any]) -> Any:
-    return type(form)(*made) if hasattr(form, "_fields") else type(form)(made)
+    return any(leaves_in(form, Varying))
 
 
 _DIFFERENT = object()
@@ -224,7 +204,9 @@ def _pair(a: Any, b: Any, numbers: Callable[[int, int], Any]) -> Any:
         if len(a) != len(b):
             return _DIFFERENT
         made = [_pair(one, other, numbers) for one, other in zip(a, b, strict=True)]
-        return _DIFFERENT if any(each is _DIFFERENT for each in made) else _like(a, made)
+        if any(each is _DIFFERENT for each in made):
+            return _DIFFERENT
+        return type(a)(*made) if hasattr(a, "_fields") else type(a)(made)
     if type(a) is dict:
         if list(a) != list(b):
             return _DIFFERENT
