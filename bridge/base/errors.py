@@ -192,8 +192,10 @@ def line_of_forward() -> str:
     return user_line(traceback.extract_stack()) or "forward"
 
 
-def line_of(place: tuple[str, int]) -> str:
-    """``file:line: code`` of a file name and a line number."""
+def line_of(place: tuple[str, int] | None, unknown: str = "forward") -> str:
+    """``file:line: code`` of a file name and a line number; ``unknown`` for ``None``."""
+    if place is None:
+        return unknown
     filename, number = place
     return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"
 

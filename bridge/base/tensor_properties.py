@@ -18,9 +18,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import VF, neg_view, tensor_guards
 
-__all__ = ["PROPERTIES", "Property", "TensorChecks", "as_complex", "as_parts", "is_nested", "is_parts_view", "laid_out"]
+__all__ = [
+    "PROPERTIES",
+    "Property",
+    "TensorChecks",
+    "as_complex",
+    "as_parts",
+    "bits_of",
+    "is_nested",
+    "is_parts_view",
+    "laid_out",
+]
 __all__ += ["offset_in", "properties_of", "same_strides", "span_of", "tensor_checks", "view_in"]
 
 #: Checked before Dynamo's guard, which ends the process over a nested tensor, since that has no strides.
@@ -48,6 +59,11 @@ class Property:
     show: Callable[[Any], Any] = lambda value: value
     words: str = ""
     same: Callable[[Any, Any, torch.Size], bool] | None = None
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor as bytes."""
+    return tensor.detach().to(HOST).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def same_strides(now: tuple[int, ...], then: tuple[int, ...], shape: torch.Size) -> bool:

@@ -391,7 +391,7 @@ def match_draws(
     for index, row in enumerate(rows):
         nodes, own = nodes_of.get(index, []), range(*row.draws)
         if len(nodes) != len(own) or not all(map(_may_be, nodes, (made[draw] for draw in own))):
-            where = forward if row.where is None else line_of(row.where)
+            where = line_of(row.where, forward)
             eager = [made[draw] for draw in own]
             reason = f"{len(nodes)} random nodes in the graph for what eager draws: {eager}"
             problems.append(Unsupported(str(row.op), where, reason))

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, line_of
 from bridge.base.log import channel
 from bridge.base.modes import modes_put_back
 from bridge.base.pytrees import containers_of, objects_of, packed
+from bridge.base.tensor_properties import bits_of
 from bridge.base.torch_distributed import of_local
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_higher_order import nested_operands
@@ -162,7 +162,7 @@ def differences(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
     rows = [row for row in theirs.rows if row.op is not _SLICE or row.results.number not in theirs.same]
     for index, (a, b) in enumerate(zip(ours.rows, rows, strict=False)):
         if a is not b and not _is_same(ours, a, theirs, b):
-            where = "forward" if a.where is None else line_of(a.where)
+            where = line_of(a.where)
             there = "has other operands" if a.op is b.op else f"is {b.op}"
             log.debug("row %d: %s\n%s", index, a, b)
             if _is_same(ours, a, theirs, b, given=True):
@@ -217,7 +217,7 @@ def same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _bits(tensor: torch.Tensor) -> bytes:
     known = getattr(tensor, "constant", None) if isinstance(tensor, FakeTensor) else tensor
-    return b"" if known is None else bytes(known.detach().to(HOST).contiguous().reshape(-1).view(torch.uint8).tolist())
+    return b"" if known is None else bits_of(known)
 
 
 def _is_same(ours: Record, a: Row, theirs: Record, b: Row, *, given: bool = False) -> bool:

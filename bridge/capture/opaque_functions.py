@@ -22,6 +22,7 @@ from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported
 from bridge.base.modes import ambient_autocast, while_active
 from bridge.base.pytrees import is_plain, tensor_leaves
+from bridge.base.tensor_properties import bits_of
 from bridge.base.torch_autograd import node_class
 from bridge.base.torch_internals import VF, current_graph_task_id, pytree, storage_id
 from bridge.base.torch_recording import own_operator, unrecorded
@@ -241,7 +242,9 @@ class Opaque:
                 results=forms,
                 is_tuple=isinstance(made, tuple),
                 kept=frozenset(place for place, each in enumerate(kept) if not each.expired()),
-                changed=frozenset(n for n, (a, b) in enumerate(zip(before, tensors, strict=True)) if not _same(a, b)),
+                changed=frozenset(
+                    n for n, (a, b) in enumerate(zip(before, tensors, strict=True)) if bits_of(a) != bits_of(b)
+                ),
             )
             gradients: list[Any] = [None] * len(tensors)
             if has_gradient:
@@ -279,12 +282,6 @@ def _is_constant(value: Any) -> bool:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits."""
-    a, b = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(a, b)
 
 
 _OPAQUE: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()

@@ -467,8 +467,7 @@ def _spec(kind: str, name: str, tensor: torch.Tensor, held: Any = None) -> Modul
 
 
 def _reader(record: Record, row: int) -> str:
-    where = record.rows[row].where if row < len(record.rows) else None
-    return "forward" if where is None else line_of(where)
+    return line_of(record.rows[row].where if row < len(record.rows) else None)
 
 
 def _in_order(observation: Observation, index_of: dict[int, int]) -> None:

@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from autodiff.lazy import cached_property
-from bridge.base.devices import HOST, current_device, working_for
+from bridge.base.devices import current_device, working_for
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.log import channel
 from bridge.base.modes import autocast_to
+from bridge.base.tensor_properties import bits_of
 from bridge.base.threads import raise_deferred
 from bridge.base.torch_cuda import settle_attention_order
 from bridge.base.torch_fakes import clear_fake_memo
@@ -175,7 +176,7 @@ def _record_key(record: Record, results: Any) -> str | None:
         made.update(repr(_plain(results)).encode())
         for number, literal in record.literals.items():
             made.update(repr((number, literal.dtype, tuple(literal.shape), literal.device)).encode())
-            made.update(_bytes(literal))
+            made.update(bits_of(literal))
     except TypeError:
         return None
     return None if record.free else made.hexdigest()
@@ -206,10 +207,6 @@ def _plain(tree: Any) -> Any:
     return key_of(
         tree, (ValueRef, *SYMBOLIC), lambda each: each if type(each) is ValueRef else ("size", str(fixed(each)))
     )
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(HOST).numpy().tobytes()
 
 
 def _output_key(output: Output) -> tuple | None:
@@ -292,12 +289,12 @@ def _captured(
 def _functional(made: TrainingGraph, name: str, observation: Observation) -> FunctionalGraph:
     """The functional form of a training graph."""
     raise_deferred()
-    with autocast_to(None), quiet(), functions_of_torch():  # its casts are in the graph by now
-        try:
+    try:
+        with autocast_to(None), quiet(), functions_of_torch():  # its casts are in the graph by now
             functional = functional_graph(made)
-        except UnsupportedModule as error:
-            log.debug("%s cannot be run on fake tensors", name, exc_info=error.cause)
-            raise UnsupportedModule(name, observation.unsupported or error.ops, cause=error.cause) from None
+    except UnsupportedModule as error:
+        log.debug("%s cannot be run on fake tensors", name, exc_info=error.cause)
+        raise UnsupportedModule(name, observation.unsupported or error.ops, cause=error.cause) from None
     raise_deferred()
     return functional
 
@@ -361,7 +358,7 @@ def _free(real: RealRun) -> list[Unsupported]:
         found.append(
             Unsupported(
                 f"free tensor of shape {list(tensor.shape)}",
-                "forward" if where is None else line_of(where),
+                line_of(where),
                 problem or "a tensor that is no parameter, buffer or attribute of a module, and that no name leads to",
                 "register it: self.register_buffer(...), nn.ParameterList, nn.ModuleList",
             )

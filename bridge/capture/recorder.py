@@ -216,7 +216,7 @@ class OperatorRecorder(PreDispatchMode):
                 else:
                     result = self._told(func, args, kwargs, operands, place[0])
         if any(map(is_nested, leaves_in(result, torch.Tensor))):
-            raise UnsupportedModule("", [nested(str(func), _line(place[0]))])
+            raise UnsupportedModule("", [nested(str(func), line_of(place[0]))])
         results = mapped(result, torch.Tensor, self.values.result)
         draws = before, len(self.draws)
         if (inside := backward_running()) is not None:
@@ -226,7 +226,7 @@ class OperatorRecorder(PreDispatchMode):
                 inside.unheld = "draws random numbers"
         if is_mapped and draws[0] != draws[1]:
             reason = "draws inside of torch.vmap"
-            raise UnsupportedModule("", [Unsupported(str(func), _line(place[0]), reason, "draw before it")])
+            raise UnsupportedModule("", [Unsupported(str(func), line_of(place[0]), reason, "draw before it")])
         if self.judge is not None:
             written = leaves_in(written_operands(func, args, kwargs), torch.Tensor) if facts.writes else ()
             self.judge(func, tensors, written, leaves_in(result, torch.Tensor))
@@ -317,7 +317,7 @@ class OperatorRecorder(PreDispatchMode):
 
     def line(self) -> str:
         """The user's line that runs, for a refusal."""
-        return _line(self._place_of_call()[0])
+        return line_of(self._place_of_call()[0])
 
     # Readings
 
@@ -416,14 +416,10 @@ class OperatorRecorder(PreDispatchMode):
         return where, path or ""
 
 
-def _line(where: tuple[str, int] | None) -> str:
-    return "forward" if where is None else line_of(where)
-
-
 def _transform(where: tuple[str, int] | None) -> Unsupported:
     hint = "dispatch the submodules whose derivatives forward does not take, or leave this module to PyTorch"
     return Unsupported(
-        "torch.func or forward_ad", _line(where), "a transform (vmap, grad, jacrev, …) inside forward", hint
+        "torch.func or forward_ad", line_of(where), "a transform (vmap, grad, jacrev, …) inside forward", hint
     )
 
 

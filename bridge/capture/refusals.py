@@ -45,12 +45,9 @@ _WRAPPERS = {
 
 def check_call(call: SampleCall) -> None:
     """Raises :class:`UnsupportedModule` for lazy parameters, inner backward hooks, wrappers and odd arguments."""
-    module, name = call.module, call.name
-    _refuse_scripted(module, name)
-    _refuse_uninitialized(module, name)
-    _refuse_parallel(module, name)
-    _refuse_hooks(module, name)
-    _refuse_arguments(call.args, call.kwargs, name)
+    for problems in (_scripted, _without_shapes, _parallel, _backward_hooks, _odd_arguments):
+        if found := problems(call):
+            raise UnsupportedModule(call.name, found)
 
 
 def device_of_call(call: SampleCall) -> torch.device:
@@ -75,15 +72,11 @@ def device_of_call(call: SampleCall) -> torch.device:
     return devices[0] if devices else HOST
 
 
-def _refuse_scripted(module: nn.Module, name: str) -> None:
+def _scripted(call: SampleCall) -> list[Unsupported]:
     reason, hint = "compiled by TorchScript, whose code is not seen", "dispatch the module it was made of"
-    found = [
-        Unsupported(f"torch.jit module '{path}'" if path else "torch.jit module", f"{name}.{path}", reason, hint)
-        for path, child in module.named_modules()
-        if isinstance(child, torch.jit.ScriptModule)
-    ]
-    if found:
-        raise UnsupportedModule(name, found[:1])
+    paths = [path for path, child in call.module.named_modules() if isinstance(child, torch.jit.ScriptModule)]
+    named = ((f"torch.jit module '{path}'" if path else "torch.jit module", path) for path in paths[:1])
+    return [Unsupported(what, f"{call.name}.{path}", reason, hint) for what, path in named]
 
 
 def uninitialized(module: nn.Module) -> list[str]:
@@ -92,20 +85,19 @@ def uninitialized(module: nn.Module) -> list[str]:
     return [path for path, tensor in tensors if isinstance(tensor, nn.parameter.UninitializedTensorMixin)]
 
 
-def _refuse_uninitialized(module: nn.Module, name: str) -> None:
-    if lazy := uninitialized(module):
-        reason = "a parameter of a lazy module that has no shape yet"
-        hint = "call the module once on a sample, then dispatch it; or dispatch it without a sample"
-        raise UnsupportedModule(name, [Unsupported(f"uninitialized '{path}'", path, reason, hint) for path in lazy])
+def _without_shapes(call: SampleCall) -> list[Unsupported]:
+    reason = "a parameter of a lazy module that has no shape yet"
+    hint = "call the module once on a sample, then dispatch it; or dispatch it without a sample"
+    return [Unsupported(f"uninitialized '{path}'", path, reason, hint) for path in uninitialized(call.module)]
 
 
-def _refuse_parallel(module: nn.Module, name: str) -> None:
+def _parallel(call: SampleCall) -> list[Unsupported]:
     """Refuses sharded parameters, and wrappers for several processes or replicas; names the module to dispatch instead.
 
     Wrappers (DDP, FSDP) run Python code and collectives around the module that they hold, which can be dispatched.
     ``fully_shard`` leaves this rank's shard of each parameter on the module until the module is called.
     """
-    problems = []
+    module, name, problems = call.module, call.name, []
     for path, child in module.named_modules():
         kinds = [kind.__name__ for kind in type(child).__mro__ if kind.__module__.startswith("torch.")]
         if known := next((kind for kind in kinds if kind in _WRAPPERS), None):
@@ -121,22 +113,19 @@ def _refuse_parallel(module: nn.Module, name: str) -> None:
         reason = "a parameter that is a shard already (DTensor)"
         hint = "call add_tvm_dispatch before fully_shard, and after parallelize_module"
         problems.append(Unsupported(op, shards[0], reason, hint))
-    if problems:
-        raise UnsupportedModule(name, problems)
+    return problems
 
 
-def _refuse_hooks(module: nn.Module, name: str) -> None:
+def _backward_hooks(call: SampleCall) -> list[Unsupported]:
     """Refuses backward hooks on inner modules; forward hooks there are recorded like forward."""
     reason = "a backward hook on an inner module is Python code in the middle of the backward"
     hint = "remove it, register it on the dispatched module, or dispatch the modules around it: whole=False"
-    found = [
-        Unsupported(f"{kind} on '{path}'", f"{name}.{path}", reason, hint)
-        for path, child in module.named_modules()
+    return [
+        Unsupported(f"{kind} on '{path}'", f"{call.name}.{path}", reason, hint)
+        for path, child in call.module.named_modules()
         for kind, _ in hooks_of(child)
         if path and not kind.startswith("forward")
     ]
-    if found:
-        raise UnsupportedModule(name, found)
 
 
 @quirk(
@@ -145,21 +134,20 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
     test="tests/bridge/composition/test_trainer_uses.py",
     library="transformers",
 )
-def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
-    leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_size)
-    found = []
+def _odd_arguments(call: SampleCall) -> list[Unsupported]:
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs), is_leaf=_is_size)
+    found, where = [], f"{call.name}.forward"
     for path, leaf in zip(leaf_names(spec), leaves, strict=True):
         what = f"argument {path}, a {type(leaf).__name__}"
         if isinstance(leaf, torch.Tensor):
             if problem := tensor_problem(leaf):
                 hint = _AROUND if is_distributed(leaf) else "pass a plain tensor"
-                found.append(Unsupported(what, f"{name}.forward", problem, hint))
+                found.append(Unsupported(what, where, problem, hint))
         elif not isinstance(leaf, _PLAIN_ARGUMENTS):
             hint = NO_CACHE if type(leaf).__module__ == CACHES else _PASS_TUPLE if _is_size(leaf) else _PASS_CONTENTS
             reason = "not a tensor, number, string, flag or None, nor a tuple, list or dict of them"
-            found.append(Unsupported(what, f"{name}.forward", reason, hint))
-    if found:
-        raise UnsupportedModule(name, found)
+            found.append(Unsupported(what, where, reason, hint))
+    return found
 
 
 _AROUND = "dispatch the module around it: its own plan makes DTensors outside of its forward"

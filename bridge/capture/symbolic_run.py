@@ -115,8 +115,7 @@ class Symbols:
     def _check_decided(self, func: Any, tensor: torch.Tensor, where: Any) -> None:
         for size in tensor.shape:
             if isinstance(size, torch.SymInt) and not is_decided(self._environment, expression(size)):
-                line = "forward" if where is None else line_of(where)
-                raise UnsupportedModule("", [Unsupported(str(func), line, _SHAPE_OF_NUMBERS)])
+                raise UnsupportedModule("", [Unsupported(str(func), line_of(where), _SHAPE_OF_NUMBERS)])
 
 
 # Size formulas: operators whose kernels fix symbolic sizes, or take long → the same results by other operators.
