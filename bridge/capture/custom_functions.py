@@ -42,7 +42,7 @@ from bridge.capture.opaque_functions import NotedContext, NotTraceable, Opaque, 
 from bridge.capture.rows import values_in, written
 from bridge.guards import read_later
 
-__all__ = ["AGAIN", "CUSTOM_GRADIENT", "FUNCTION", "ONCE", "OWN", "TANGENT", "UNKNOWN", "WITH_GRADIENT", "Applied"]
+__all__ = ["AGAIN", "CUSTOM_GRADIENT", "FUNCTION", "ONCE", "OWN", "TANGENT", "UNKNOWN", "WITH_GRADIENT"]
 __all__ += [
     "Chosen",
     "CustomFunctions",
@@ -106,21 +106,6 @@ class Use:
     again: str = "again"
 
 
-@dataclass
-class Applied:
-    """The traced applications of Functions in a run.
-
-    Attributes:
-        nodes: autograd's node of each traced application → its use.
-        shared: the memory of outputs that are views of an argument.
-        lines: name of each of torch's Functions that is not traced → the user's line.
-    """
-
-    nodes: dict[Any, Use] = field(default_factory=dict)
-    shared: set[int] = field(default_factory=set)
-    lines: dict[str, str] = field(default_factory=dict)
-
-
 class WritesArgumentsError(Exception):
     """A Function has written arguments that autograd tracks; ``written``: its class → (positions of the written
     arguments that it returns, positions of the others)."""
@@ -152,8 +137,10 @@ class CustomFunctions:
 
     Attributes:
         opaque: the opaque Functions.
-        uses: the applications, in order.
+        uses: the applications, in order; ``nodes``: autograd's node of each → its use.
         problems: refusals found after an application.
+        shared: the memory of outputs that are views of an argument.
+        lines: name of each of torch's Functions that is not traced → the user's line.
     """
 
     def __init__(
@@ -168,7 +155,9 @@ class CustomFunctions:
         self._record, self._values, self._distributed = recorder.record, recorder.values, recorder.values.distributed
         self.uses: list[Use] = []
         self.problems: list[Unsupported] = []
-        self.applied = Applied()
+        self.nodes: dict[Any, Use] = {}
+        self.shared: set[int] = set()
+        self.lines: dict[str, str] = {}
         self._read: list[tuple[str, str, set[int], int]] = []
 
     @contextmanager
@@ -201,7 +190,7 @@ class CustomFunctions:
         if (chosen := _thread.chosen) is not None and name_of(kind) in chosen.kinds:
             kind = opaque(kind)
         if _is_torchs_own(kind):
-            self.applied.lines[name] = where
+            self.lines[name] = where
             return apply_function(kind, args, kwargs)
         try:
             return self._traced_application(kind, args, kwargs, name, where)
@@ -212,7 +201,7 @@ class CustomFunctions:
     def _traced_application(self, kind: type, args: tuple, kwargs: dict[str, Any], name: str, where: str) -> Any:
         if kwargs:
             raise NotTraceable("is applied to keyword arguments")
-        inside, ctx, shared = Inside(), NotedContext(kind), self.applied.shared
+        inside, ctx = Inside(), NotedContext(kind)
         tensors = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)}
         given, followed = [*tensors.values()], {place: arg for place, arg in tensors.items() if arg.requires_grad}
         returned, others = self.writing.get(name_of(kind), (frozenset(), frozenset()))
@@ -227,7 +216,7 @@ class CustomFunctions:
             inside.runs_forward = False
             memory = self._written(start)
             changed = {n for n, arg in followed.items() if not memory.isdisjoint(self._memory(self._numbers([arg])))}
-            if any(n in copies or storage_id(followed[n]) in shared or followed[n].is_leaf for n in changed):
+            if any(n in copies or storage_id(followed[n]) in self.shared or followed[n].is_leaf for n in changed):
                 raise NotTraceable("changes its arguments in place")
             if changed:
                 same = {place for place in changed if any(each is args[place] for each in tensors_in(made))}
@@ -251,9 +240,9 @@ class CustomFunctions:
         memory = {storage_id(each) for each in given}
         for each in tensors_in(made):
             if isinstance(each.grad_fn, FunctionNode):
-                self.applied.nodes[each.grad_fn] = self.uses[-1]
+                self.nodes[each.grad_fn] = self.uses[-1]
             if storage_id(each) in memory:
-                shared.add(storage_id(each))
+                self.shared.add(storage_id(each))
         for place, copied in copies.items():
             seen = place in returned
             args[place].copy_(copied if seen else self._trace(Overwritten, (args[place], copied.detach()), {}))

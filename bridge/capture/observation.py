@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
+from bridge.state import constant_key
 
 __all__ = ["Draw", "DropoutOperand", "Observation", "Output", "Parameter", "StepMasks", "is_fused_attention"]
 
@@ -146,6 +147,13 @@ class Output:
     through: frozenset[int] = frozenset()
     is_saved: bool = False
     is_held: bool = False
+
+    @property
+    def key(self) -> tuple | None:
+        """A key that is equal only for equal results; ``None`` if the value cannot be compared with another one."""
+        value = constant_key(self.value)
+        rest = tuple(getattr(self, each.name) for each in fields(self) if each.name != "value")
+        return None if value is None else (value, *rest)
 
 
 @dataclass

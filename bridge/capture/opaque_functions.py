@@ -242,9 +242,7 @@ class Opaque:
                 results=forms,
                 is_tuple=isinstance(made, tuple),
                 kept=frozenset(place for place, each in enumerate(kept) if not each.expired()),
-                changed=frozenset(
-                    n for n, (a, b) in enumerate(zip(before, tensors, strict=True)) if bits_of(a) != bits_of(b)
-                ),
+                changed=frozenset(n for n, then in enumerate(before) if bits_of(then) != bits_of(tensors[n])),
             )
             gradients: list[Any] = [None] * len(tensors)
             if has_gradient:

@@ -16,7 +16,7 @@ from bridge.base.tensor_properties import is_parts_view, offset_in
 from bridge.base.torch_autograd import GENERATED, FunctionNode
 from bridge.base.torch_distributed import is_distributed
 from bridge.base.torch_internals import is_dense, storage_id
-from bridge.capture.custom_functions import Applied
+from bridge.capture.custom_functions import CustomFunctions
 from bridge.capture.inplace_rules import InPlaceRules, overlaps, overlaps_itself
 from bridge.capture.observation import Observation, Output
 from bridge.capture.recorder import OperatorRecorder
@@ -51,7 +51,7 @@ def describe_outputs(
     inputs: Sequence[torch.Tensor],
     observation: Observation,
     rules: InPlaceRules,
-    applied: Applied,
+    functions: CustomFunctions,
     saved: tuple[Collection[int], Collection[int]],
 ) -> None:
     """Appends an :class:`Output` for each leaf of a result, and refusals, to the observation.
@@ -59,7 +59,7 @@ def describe_outputs(
     Args:
         leaves: the leaves of the result.
         inputs: the module's tensors and the arguments, in the order that indices refer to.
-        applied: the traced custom autograd Functions.
+        functions: the custom autograd Functions of the run.
         saved: (indices of leaves whose memory autograd saves, indices of leaves that it saves themselves).
     """
     by_storage = {storage_id(tensor): ("input", index) for index, tensor in reversed(list(enumerate(inputs)))}
@@ -80,8 +80,8 @@ def describe_outputs(
             alias = _spanning_output(leaf, index, leaves)
         first_outputs.setdefault(id(leaf), index)
         base = (inputs if alias[0] == "input" else leaves)[alias[1]] if alias else leaf
-        observation.unsupported += _refused(leaf, base, bool(alias), same, applied)
-        reaches, edges = _reachable(leaf, inputs, rules, applied)
+        observation.unsupported += _refused(leaf, base, bool(alias), same, functions)
+        reaches, edges = _reachable(leaf, inputs, rules, functions)
         through = _others_at(edges, index, leaves)
         observation.outputs.append(
             Output(
@@ -103,7 +103,9 @@ def describe_outputs(
     observation.unsupported += _looked_through(observation.outputs)
 
 
-def _refused(leaf: torch.Tensor, base: torch.Tensor, is_alias: bool, same: bool, applied: Applied) -> list[Unsupported]:
+def _refused(
+    leaf: torch.Tensor, base: torch.Tensor, is_alias: bool, same: bool, functions: CustomFunctions
+) -> list[Unsupported]:
     """Refusals of a leaf; ``base``: the tensor that it is a view of, or the leaf itself."""
     found: list[tuple[str, ...]] = []
     if leaf.requires_grad and leaf.grad_fn is None and not same:
@@ -115,7 +117,7 @@ def _refused(leaf: torch.Tensor, base: torch.Tensor, is_alias: bool, same: bool,
         found.append(("view_dtype", "returns a view of another dtype of something that the caller can see"))
     if leaf.is_neg() != base.is_neg():
         found.append(("neg_view", "returns a view with other signs of something that the caller can see"))
-    if is_alias and not same and storage_id(leaf) in applied.shared:
+    if is_alias and not same and storage_id(leaf) in functions.shared:
         reason = "returns a view that an autograd.Function has made; its gradient is another than a view's"
         found.append(("a view", reason, "clone it"))
     return [Unsupported(name, "the module's result", *words) for name, *words in found]
@@ -195,7 +197,7 @@ def _spans(tensor: torch.Tensor) -> bool:
 
 
 def _reachable(
-    leaf: torch.Tensor, inputs: Sequence[torch.Tensor], rules: InPlaceRules, applied: Applied
+    leaf: torch.Tensor, inputs: Sequence[torch.Tensor], rules: InPlaceRules, functions: CustomFunctions
 ) -> tuple[frozenset[int], set[tuple[Any, int]]]:
     """Indices of the inputs whose gradient ``leaf`` contributes to, and the edges of its autograd graph.
 
@@ -224,10 +226,10 @@ def _reachable(
         if type(node).__name__ == "NotImplemented":
             rules.not_differentiated()
         is_operators = type(node).__name__.startswith(GENERATED)
-        use = applied.nodes.get(node)
+        use = functions.nodes.get(node)
         if isinstance(node, FunctionNode) and use is None and not is_operators:
             name = type(node).__name__.removesuffix("Backward")
-            rules.custom_function(name, applied.lines.get(name, "forward"))
+            rules.custom_function(name, functions.lines.get(name, "forward"))
         without = use.without if use is not None else ()
         ways = [each for place, each in enumerate(node.next_functions) if each[0] is not None and place not in without]
         edges.update(ways)

@@ -447,7 +447,7 @@ class _Watch:
         described = [record.free[n][0] if n in record.free else given.inputs[n] for n in run.order]
         self._free_in_backward([index for index, n in enumerate(run.order) if n in record.free], described)
         saved = self.saved.results(leaves)
-        describe_outputs(leaves, described, observation, rules, self.functions.applied, saved)
+        describe_outputs(leaves, described, observation, rules, self.functions, saved)
         returned = [pair for pair in zip(leaves, observation.outputs, strict=True) if pair[1].is_tensor]
         observation.unsupported += self.calls.shared_views(returned)
         observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from bridge.capture.draws import match_draws
 from bridge.capture.fake_run import FakeRecord
 from bridge.capture.functional import FunctionalGraph, drop_unused, functional_graph
 from bridge.capture.loops.lengths import LoopedCall, comparable, run_of_any_length
-from bridge.capture.observation import Observation, Output
+from bridge.capture.observation import Observation
 from bridge.capture.passes.stop_gradient import link_functions, mark_overwritten, prepare
 from bridge.capture.precall_guards import recomputed, too_many, uncounted, varies
 from bridge.capture.real_run import RealRun
@@ -53,7 +53,7 @@ from bridge.capture.symbolic_sizes import each_mapped
 from bridge.capture.thread_isolation import quiet, recording
 from bridge.capture.training_graph import TrainingGraph, training_graph
 from bridge.capture.values import fakes_of
-from bridge.state import SampleCall, constant_key, tensor_problem
+from bridge.state import SampleCall, tensor_problem
 
 __all__ = ["RecordedCall", "capture", "record_call"]
 
@@ -154,7 +154,7 @@ def _observed_key(real: RealRun) -> tuple | None:
     observation = real.observation
     if observation.unsupported or observation.objects:
         return None
-    outputs = tuple(map(_output_key, observation.outputs))
+    outputs = tuple(each.key for each in observation.outputs)
     digest = _record_key(real.record, (*real.results, *sorted(real.final.items())))
     if digest is None or None in outputs:
         return None
@@ -207,17 +207,6 @@ def _plain(tree: Any) -> Any:
     return key_of(
         tree, (ValueRef, *SYMBOLIC), lambda each: each if type(each) is ValueRef else ("size", str(fixed(each)))
     )
-
-
-def _output_key(output: Output) -> tuple | None:
-    value = constant_key(output.value)
-    rest = tuple(_fixed(getattr(output, each.name)) for each in fields(output) if each.name != "value")
-    return None if value is None else (value, rest)
-
-
-def _fixed(value: Any) -> Any:
-    """Sizes as expressions, which hash and compare without adding a condition."""
-    return tuple(map(fixed, value)) if type(value) is tuple else fixed(value)
 
 
 # Captured call from a record: a module's real and fake run → :class:`bridge.capture.captured.Captured`.

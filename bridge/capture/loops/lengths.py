@@ -8,7 +8,7 @@ that forward: rolled up, it equals the form at its size, so it makes the same ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,14 +21,14 @@ from bridge.base.torch_shapes import fake_results_not_kept, size_environment
 from bridge.capture.fake_run import FakeRecord
 from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 from bridge.capture.loops.rolled import Rolled, rolled_up
-from bridge.capture.observation import Observation, Output
+from bridge.capture.observation import Observation
 from bridge.capture.prepared_twin import own_leaves
 from bridge.capture.real_run import real_run_of
 from bridge.capture.rows import Record, ValueRef, leaves_in, mapped, values_in
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.thread_isolation import recording
 from bridge.guards import undo
-from bridge.state import SampleCall, constant_key
+from bridge.state import SampleCall
 
 if TYPE_CHECKING:
     from bridge.capture.real_run import RealRun
@@ -126,16 +126,10 @@ def comparable(real: RealRun) -> tuple | None:
     if real.record.reads or real.final or real.functions.uses:
         return None
     form = _form_of(rolled, len(real.record.forms))
-    outputs = [_described(output) for output in observation.outputs]
+    outputs = [output.key for output in observation.outputs]
     if form is None or None in outputs:
         return None
     return form, tuple(outputs), observation.out_spec, observation.reads_validation
-
-
-def _described(output: Output) -> tuple | None:
-    value = constant_key(output.value)
-    rest = [getattr(output, each.name) for each in fields(output) if each.name != "value"]
-    return None if value is None else (value, *rest)
 
 
 def _form_of(rolled: Rolled, first: int) -> RolledMetadata | None:
