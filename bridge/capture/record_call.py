@@ -278,12 +278,15 @@ def _captured(
 def _functional(made: TrainingGraph, name: str, observation: Observation) -> FunctionalGraph:
     """The functional form of a training graph."""
     raise_deferred()
+    refusal = None
     try:
         with autocast_to(None), quiet(), functions_of_torch():  # its casts are in the graph by now
             functional = functional_graph(made)
     except UnsupportedModule as error:
-        log.debug("%s cannot be run on fake tensors", name, exc_info=error.cause)
-        raise UnsupportedModule(name, observation.unsupported or error.ops, cause=error.cause) from None
+        refusal = error
+    if refusal is not None:
+        log.debug("%s cannot be run on fake tensors", name, exc_info=refusal.cause)
+        raise UnsupportedModule(name, observation.unsupported or refusal.ops, cause=refusal.cause)
     raise_deferred()
     return functional
 

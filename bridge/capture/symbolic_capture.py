@@ -31,6 +31,7 @@ __all__ = ["recorded_with_extents"]
 
 _NO_FORM = "a size that is no expression of the arguments' sizes"
 _FIXED = "forward is for the sample's numbers alone"
+_CONTIGUOUS = "call .contiguous() on it"
 
 
 def recorded_with_extents(captured: Captured, call: SampleCall, real: RealRun, fake: FakeRecord) -> Captured:
@@ -129,33 +130,46 @@ def strides_of_eager(symbolic: Observation, real: Observation) -> tuple[Observat
         problems.append(Unsupported("random draws", "forward", reason))
     if problems:
         return symbolic, problems
-    made: dict[str, list[Any]] = {}
-    for kind in ("draws", "outputs"):
-        made[kind] = []
-        for ours, eagers in zip(getattr(symbolic, kind), getattr(real, kind), strict=True):
-            stride = _stride(ours.shape, ours.stride, eagers.stride)
-            if stride is None:
-                reason = f"eager's strides {eagers.stride} for shape {eagers.shape} do not tell those of other sizes"
-                problems.append(Unsupported("strides", "forward", reason, "call .contiguous() on it"))
-            made[kind].append(replace(ours, stride=stride))
-    made["draws"] = [
-        _parameters_as_in_eager(ours, eagers, problems) for ours, eagers in zip(made["draws"], real.draws, strict=True)
+    reason = "eager's strides {0.stride} for shape {0.shape} do not tell those of other sizes"
+    outputs = [
+        _laid_out(ours, ours.shape, eagers, problems, "strides", reason)
+        for ours, eagers in zip(symbolic.outputs, real.outputs, strict=True)
     ]
-    for place, eagers in enumerate(real.draws):
-        ours = made["draws"][place]
-        if ours.advance is not None and sample_of(ours.advance) != eagers.advance:
-            made["draws"][place] = ours = replace(ours, advance=None)
-        if ours.operand is None:
-            continue
-        stride = _stride(ours.shape, ours.operand.stride, eagers.operand.stride)
-        same = eagers.operand.of == ours.operand.of and eagers.operand.offset == sample_of(ours.operand.offset)
-        if stride is None or not (same or (eagers.operand.of is None and eagers.operand.offset == 0)):
-            reason = "where eager's dropout reads does not tell where it does for other sizes"
-            problems.append(Unsupported(ours.op, "forward", reason, "call .contiguous() on what it reads"))
-            continue
-        operand = replace(ours.operand if same else eagers.operand, stride=stride)
-        made["draws"][place] = replace(ours, operand=operand)
-    return replace(symbolic, **made), problems
+    draws = []
+    for ours, eagers in zip(symbolic.draws, real.draws, strict=True):
+        ours = _laid_out(ours, ours.shape, eagers, problems, "strides", reason)
+        draws.append(_draw_of_eager(ours, eagers, problems))
+    return replace(symbolic, draws=draws, outputs=outputs), problems
+
+
+def _draw_of_eager(ours: Draw, eagers: Draw, problems: list[Unsupported]) -> Draw:
+    """A draw with the strides of eager's parameters and operand, which decide which element gets which number."""
+    reason = "the strides {0.stride} of a parameter do not tell those of other sizes"
+    args = [
+        _laid_out(one, one.shape, other, problems, ours.op, reason) if isinstance(one, Parameter) else one
+        for one, other in zip(ours.args, eagers.args, strict=True)
+    ]
+    advance, operand, eagers_operand = ours.advance, ours.operand, eagers.operand
+    if advance is not None and sample_of(advance) != eagers.advance:
+        advance = None
+    if operand is not None:
+        reason = "where eager's dropout reads does not tell where it does for other sizes"
+        place = eagers_operand.of, eagers_operand.offset
+        operand = _laid_out(operand, ours.shape, eagers_operand, problems, ours.op, reason)
+        if place == (None, 0) != (operand.of, sample_of(operand.offset)):
+            operand = replace(eagers_operand, stride=operand.stride)
+        elif place != (operand.of, sample_of(operand.offset)):
+            problems.append(Unsupported(ours.op, "forward", reason, _CONTIGUOUS))
+    return replace(ours, args=tuple(args), advance=advance, operand=operand)
+
+
+def _laid_out(ours: Any, shape: Sequence[Dim], eagers: Any, problems: list[Unsupported], op: str, reason: str) -> Any:
+    """A draw, a result or a part of one with eager's strides; else a refusal, whose ``reason`` may name ``eagers``."""
+    stride = _stride(shape, ours.stride, eagers.stride)
+    if stride is None:
+        problems.append(Unsupported(op, "forward", reason.format(eagers), _CONTIGUOUS))
+        return ours
+    return replace(ours, stride=stride)
 
 
 def _hiding_sizes(symbolic: Observation, real: Observation) -> list[Unsupported]:
@@ -180,20 +194,6 @@ def _holds_size(part: Any) -> bool:
     if isinstance(part, slice):
         return any(map(_holds_size, (part.start, part.stop, part.step)))
     return isinstance(part, SYMBOLIC) or (isinstance(part, list | tuple | set) and any(map(_holds_size, part)))
-
-
-def _parameters_as_in_eager(draw: Draw, eagers: Draw, problems: list[Unsupported]) -> Draw:
-    """A draw with the strides of eager's parameters, which decide which element gets which number."""
-    args = []
-    for ours, theirs in zip(draw.args, eagers.args, strict=True):
-        if isinstance(ours, Parameter):
-            stride = _stride(ours.shape, ours.stride, theirs.stride)
-            if stride is None:
-                reason = f"the strides {theirs.stride} of a parameter do not tell those of other sizes"
-                problems.append(Unsupported(draw.op, "forward", reason, "call .contiguous() on it"))
-            ours = replace(ours, stride=ours.stride if stride is None else stride)
-        args.append(ours)
-    return replace(draw, args=tuple(args))
 
 
 def _stride(shape: Sequence[Dim], traced: Sequence[Dim], eagers: Sequence[int]) -> tuple[Dim, ...] | None:
