@@ -38,8 +38,9 @@ from bridge.capture.sample import ALL_COUNTS, DynamicDim
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.thread_isolation import quiet
 from bridge.capture.twin import Twin
+from bridge.state import SampleCall
 
-__all__ = ["FakeRecord", "differences", "fake_run_of", "same_numbers"]
+__all__ = ["FakeRecord", "differences", "fake_leaves", "fake_run_of", "faking", "mode_of", "same_numbers"]
 
 log = channel("dispatch")
 
@@ -64,7 +65,7 @@ class FakeRecord:
     copies: Twin | None = None
 
 
-def _fake_mode(real: RealRun, dims: Sequence[DynamicDim]) -> tuple[FakeTensorMode, Symbols | None]:
+def mode_of(real: RealRun, dims: Sequence[DynamicDim]) -> tuple[FakeTensorMode, Symbols | None]:
     """The fake tensor mode of a run, and the manager of its symbols for dynamic sizes (else ``None``)."""
     with fake_results_not_kept() if dims else nullcontext():
         sizes = {"shape_env": size_environment()} if dims else {}
@@ -76,7 +77,7 @@ def _fake_mode(real: RealRun, dims: Sequence[DynamicDim]) -> tuple[FakeTensorMod
     return mode, Symbols(real.record, mode, counts) if dims else None
 
 
-def _faking(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
+def faking(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns a function: tensor → its fake tensor in a mode, one for each tensor object."""
     fakes: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []
@@ -91,6 +92,15 @@ def _faking(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
     return fake
 
 
+def fake_leaves(mode: FakeTensorMode, call: SampleCall, real: RealRun) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments with fake tensors, as the runs have them, and their structure."""
+    leaves, spec = pytree.tree_flatten(own_leaves(call.args, call.kwargs, real.given.real_tensors))
+    for index, each in enumerate(leaves):
+        if isinstance(each, torch.Tensor):
+            leaves[index] = with_attributes(symbolic_leaf(mode, each, index, call.dims), each)
+    return leaves, spec
+
+
 def fake_run_of(real: RealRun, change: Callable[[nn.Module], Any] = lambda twin: None) -> FakeRecord:
     """Runs the twin of a real run once more, on fake tensors, in the state that the real run left.
 
@@ -98,16 +108,11 @@ def fake_run_of(real: RealRun, change: Callable[[nn.Module], Any] = lambda twin:
         change: called with this run's own twin before it runs.
     """
     call, dims = real.given.call, real.given.call.dims
-    mode, symbols = _fake_mode(real, dims)
-    fake = _faking(mode)
+    mode, symbols = mode_of(real, dims)
+    fake = faking(mode)
     try:
         owned = [fake(each) for each in real.given.inputs[: len(real.given.real_tensors)]]
-        own_args, own_kwargs = own_leaves(call.args, call.kwargs, real.given.real_tensors)
-        given, spec = pytree.tree_flatten((own_args, own_kwargs))
-        given = [
-            with_attributes(symbolic_leaf(mode, each, index, dims), each) if isinstance(each, torch.Tensor) else each
-            for index, each in enumerate(given)
-        ]
+        given, spec = fake_leaves(mode, call, real)
         fake_args, fake_kwargs = pytree.tree_unflatten(given, spec)
         arguments = [each for each in given if isinstance(each, torch.Tensor)]
         shards = [*distributed_of(real.given.tensors, real.given.real_tensors, owned)]

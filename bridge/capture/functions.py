@@ -307,10 +307,6 @@ def _leaves(value: Any) -> list[Any]:
 # Reads
 
 
-def _numbers(run: Functions, x: torch.Tensor) -> Any:
-    return run.numbers(x)
-
-
 def _as_text(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``repr(x)``, ``f"{x}"``, ``print(x)``: eager's text."""
     return run.whole(x, lambda: function(x, *args, **kwargs))
@@ -433,7 +429,7 @@ _READ_AS = {TensorBase.__int__: "__int__", TensorBase.__bool__: "__bool__"}
 _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__get__: _detached,
     torch.Tensor.data.__set__: _set_data,
-    TensorBase.tolist: _numbers,
+    TensorBase.tolist: Functions.numbers,
     TensorBase.new_tensor: _like_tensors,
     **{each: partial(_of_tensors, each) for each in (VF.tensor, VF.as_tensor, VF.asarray)},
     **{each: partial(_as_text, each) for each in (torch.Tensor.__repr__, torch.Tensor.__format__)},

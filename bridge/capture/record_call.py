@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -365,14 +366,13 @@ def _input_names(call: SampleCall, real: RealRun) -> list[str]:
     signature = inspect.signature(call.module.forward)
     spec = real.given.in_spec
     positional, keywords = spec.children()
-    given = list(signature.parameters.values())
+    kinds = {each.name: each.kind for each in signature.parameters.values()}
+    roots = list(takewhile(lambda name: kinds[name] is not inspect.Parameter.VAR_POSITIONAL, kinds))
+    variadic = next(iter([*kinds][len(roots) :]), "args")
+    roots += [f"{variadic}_{index}" for index in range(positional.num_children - len(roots))]
     words: list[str] = []
-    for index in range(positional.num_children):
-        plain = index < len(given) and given[index].kind is not inspect.Parameter.VAR_POSITIONAL
-        variadic = next((each.name for each in given if each.kind is inspect.Parameter.VAR_POSITIONAL), "args")
-        first = next((k for k, each in enumerate(given) if each.kind is inspect.Parameter.VAR_POSITIONAL), len(given))
-        root = given[index].name if index < first and plain else f"{variadic}_{index - first}"
-        words += [_word(root + rest) for rest in _paths(positional.children()[index])]
+    for root, child in zip(roots, positional.children(), strict=False):
+        words += [_word(root + rest) for rest in _paths(child)]
     for key, child in zip(keywords.context, keywords.children(), strict=True):
         words += [_word(str(key) + rest) for rest in _paths(child)]
     leaves = pytree.tree_leaves((call.args, call.kwargs))

@@ -15,17 +15,13 @@ import torch
 
 from bridge.base.errors import swallowed
 from bridge.base.log import channel
-from bridge.base.torch_fakes import clear_fake_memo, fake_mode
-from bridge.base.torch_internals import pytree
-from bridge.base.torch_shapes import fake_results_not_kept, size_environment
-from bridge.capture.fake_run import FakeRecord
+from bridge.base.torch_fakes import clear_fake_memo
+from bridge.capture.fake_run import FakeRecord, fake_leaves, faking, mode_of
 from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 from bridge.capture.loops.rolled import Rolled, rolled_up
 from bridge.capture.observation import Observation
-from bridge.capture.prepared_twin import own_leaves
 from bridge.capture.real_run import real_run_of
 from bridge.capture.rows import Record, ValueRef, leaves_in, mapped, values_in
-from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.thread_isolation import recording
 from bridge.guards import undo
 from bridge.state import SampleCall
@@ -239,18 +235,13 @@ def looped_run(call: SampleCall) -> LoopedCall | None:
 def run_of_any_length(call: LoopedCall, sample: SampleCall) -> FakeRecord:
     """A fake run of a call of any length, made from its form: one step of each loop, the length as a symbol."""
     real, length = call.real, call.any_length
-    with fake_results_not_kept():
-        mode = fake_mode(allow_non_fake_inputs=True, static_shapes=True, shape_env=size_environment())
+    mode, symbols = mode_of(real, sample.dims)
+    fake = faking(mode)
     try:
-        own_args, own_kwargs = own_leaves(sample.args, sample.kwargs, real.given.real_tensors)
-        given = [
-            symbolic_leaf(mode, each, index, sample.dims) if isinstance(each, torch.Tensor) else each
-            for index, each in enumerate(pytree.tree_leaves((own_args, own_kwargs)))
-        ]
+        given, _ = fake_leaves(mode, sample, real)
         arguments = [each for each in given if isinstance(each, torch.Tensor)]
         count, behind = len(real.given.real_tensors), len(real.given.real_tensors) + len(arguments)
-        owned, others = real.given.inputs[:count], real.given.inputs[behind:]
-        inputs = [*(_fake(mode, each) for each in owned), *arguments, *(_fake(mode, each) for each in others)]
+        inputs = [*map(fake, real.given.inputs[:count]), *arguments, *map(fake, real.given.inputs[behind:])]
         form, *_ = length.at(given[length.leaf].shape[length.dimension])
         record, fakes = Record(inputs=form.inputs), dict(enumerate(inputs))
         for like, (op, args, kwargs, made, *_) in zip(real.loops.record.rows, form.rows, strict=True):
@@ -259,11 +250,7 @@ def run_of_any_length(call: LoopedCall, sample: SampleCall) -> FakeRecord:
             for shape, stride, dtype, device, _ in form.layouts:
                 fakes[len(fakes)] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         record.fakes = fakes
-        symbols, out_spec = Symbols(real.record, mode), real.observation.out_spec
+        out_spec = real.observation.out_spec
         return FakeRecord(record, mode, form.results, arguments, real.twin, out_spec, given, symbols)
     finally:
         clear_fake_memo(mode)
-
-
-def _fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    return mode.from_tensor(tensor if tensor.is_leaf else tensor.detach())

@@ -198,11 +198,16 @@ Table = dict[Any, Callable]
 _SELECT_SCATTER = aten.select_scatter.default
 
 
-_INSTANCE_NORM = aten.instance_norm.default
+def _is_at_number(x: torch.Tensor, source: torch.Tensor, dim: int, index: Any) -> bool:
+    return not isinstance(index, torch.SymInt)
 
 
 _KINKED = (aten.sgn.default,)
 """Operators whose decomposition has no derivative at complex 0, where the operator's is 0."""
+
+
+def _is_real(x: torch.Tensor, *args: Any) -> bool:
+    return not x.is_complex()
 
 
 def formulas() -> Table:
@@ -235,32 +240,25 @@ def whole_operators() -> frozenset:
 def tables() -> tuple[Table, Table]:
     """``(composite operator → the function that replaces its kernel, other operator → its decomposition)``."""
     others = {op: formula for op, formula in core_decompositions().items() if op not in PRESERVED}
-    others[_SELECT_SCATTER] = _unless_symbolic(others[_SELECT_SCATTER])
-    others.update((op, _unless_complex(others[op])) for op in _KINKED if op in others)
+    others[_SELECT_SCATTER] = _where(_is_at_number, others[_SELECT_SCATTER])
+    others.update((op, _where(_is_real, others[op])) for op in _KINKED if op in others)
     others[aten.take.default] = _taken
     composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
-    composite.update({op: _plain_cell(op, formula) for op, formula in CELLS.items()})
+    on_cuda = {**CELLS, aten.instance_norm.default: instance_norm}  # torch's operators there are fused, and hide writes
+    composite.update({op: _where(_is_on_cuda, own, decomposition_of(op)) for op, own in on_cuda.items()})
     composite[aten.fill_diagonal_.default] = diagonal_filled
-    composite[_INSTANCE_NORM] = functools.partial(_instance_norm, decomposition_of(_INSTANCE_NORM))
     whole = {*PRESERVED_ATEN_CIA_OPS, *PRESERVED} - composite.keys()
     composite.update((op, preserve_composite) for op in whole if is_preservable(op))
     return composite, others
 
 
-def _plain_cell(op: OpOverload, formula: Callable) -> Callable:
-    """A recurrent cell's decomposition: torch's, or on CUDA ``formula`` in the place of torch's fused kernel."""
-    theirs = decomposition_of(op)
-
-    def decomposed(x: torch.Tensor, *args: Any) -> Any:
-        return formula(x, *args) if x.is_cuda else theirs(x, *args)
-
-    return decomposed
+def _where(test: Callable, formula: Callable, other: Callable = lambda *args: NotImplemented) -> Callable:
+    """A decomposition by ``formula`` for arguments that pass a test, else by another, or none."""
+    return lambda *args: (formula if test(*args) else other)(*args)
 
 
-def _instance_norm(theirs: Callable, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """torch's decomposition; on CUDA :func:`instance_norm`, as torch's operator there hides its writes of
-    statistics."""
-    return instance_norm(x, *args) if x.is_cuda else theirs(x, *args)
+def _is_on_cuda(x: torch.Tensor, *args: Any) -> bool:
+    return x.is_cuda
 
 
 def instance_norm(
@@ -293,24 +291,6 @@ def instance_norm(
         if running is not None and from_images:
             running.copy_(moved.view(batch, channels).mean(0))
     return y.view(x.shape)
-
-
-def _unless_complex(formula: Callable) -> Callable:
-    """A decomposition that keeps an operator on complex numbers whole."""
-
-    def decomposed(x: torch.Tensor, *args: Any) -> Any:
-        return NotImplemented if x.is_complex() else formula(x, *args)
-
-    return decomposed
-
-
-def _unless_symbolic(formula: Callable) -> Callable:
-    """A decomposition of ``select_scatter`` that keeps it whole for a symbolic position."""
-
-    def decomposed(x: torch.Tensor, source: torch.Tensor, dim: int, index: Any) -> Any:
-        return NotImplemented if isinstance(index, torch.SymInt) else formula(x, source, dim, index)
-
-    return decomposed
 
 
 def diagonal_filled(x: torch.Tensor, value: Any, wrap: bool = False) -> torch.Tensor:
