@@ -320,13 +320,7 @@ class DistributedTensors:
             self._refuse("DTensor.from_local", "with run_check, shape or grad_placements", "leave them out")
         if len(placements) != 1:
             self._refuse("DTensor.from_local", "on a mesh of several dimensions", _ONE)
-        spec, group = spec_of_local(local, mesh, placements), group_of(mesh)
-
-        def make(partial: bool) -> torch.Tensor:
-            return COLLECTIVE(local, "copy", "reduce", 0, group) if partial else local
-
-        self._check(spec)
-        return self._noted(make, spec, local)
+        return self._result(local, spec_of_local(local, mesh, placements))
 
     def _redistribute(self, tensor, mesh, placements, async_op, *options) -> Any:
         one = self._of("DTensor.redistribute", tensor)

@@ -22,7 +22,6 @@ from bridge.base.pytrees import containers_of, objects_of, packed
 from bridge.base.tensor_properties import bits_of
 from bridge.base.torch_distributed import of_local
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
-from bridge.base.torch_higher_order import nested_operands
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python_kernels, pytree
 from bridge.base.torch_shapes import SYMBOLIC, fake_results_not_kept, hint, size_environment
 from bridge.capture.counted_dims import CountedDims, integers_as_symbols
@@ -141,8 +140,7 @@ def fake_run_of(real: RealRun, change: Callable[[nn.Module], Any] = lambda twin:
         symbolic, asked = symbols is not None, functions_called.integer
         integers = integers_as_symbols(real.integers, asked) if symbolic else nullcontext()
         with ExitStack() as stack:
-            watching = functions_called.of_fakes(), functions_called.scripts(), functions_called.parameters()
-            for each in (*watching, nested_operands(), integers, functions_called, *modes):
+            for each in (integers, functions_called.active(), *modes):
                 stack.enter_context(each)
             result = prepared(*fake_args, **fake_kwargs)
         if places is not None:

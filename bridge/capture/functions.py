@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -25,7 +25,7 @@ from bridge.base.modes import replaced_here, while_active
 from bridge.base.pytrees import tensor_leaves
 from bridge.base.threads import raise_deferred
 from bridge.base.torch_fakes import fake_type_hidden
-from bridge.base.torch_higher_order import is_check_of_devices
+from bridge.base.torch_higher_order import is_check_of_devices, nested_operands
 from bridge.base.torch_internals import (
     VF,
     FakeTensor,
@@ -204,19 +204,20 @@ class Functions(TorchFunctionMode):
         if self.rules is not None:
             self.rules.complain(op, reason, hint)
 
-    def scripts(self) -> AbstractContextManager[None]:
-        """While active, TorchScript functions run operator by operator in this thread, without fused kernels."""
-        return replaced_here(ScriptFunction, __call__=lambda original: self._script)
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While active, this thread's torch functions are handled; TorchScript functions run operator by operator,
+        without fused kernels; a parameter that is made is an alias of its data, detached from the graph."""
+        scripts = replaced_here(ScriptFunction, __call__=lambda original: self._script)
+        parameters = replaced_here(nn.Parameter, __new__=lambda original: partial(self._new_parameter, original))
+        with scripts, parameters, nested_operands(), nullcontext() if self.rules is not None else _of_fakes(), self:
+            yield
 
     def _script(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         with while_active(self.recorder.values, in_script=True):
             result = run_unfused(function, *args, fakes=self.rules is None, **kwargs)
             self.recorder.adopt(tensor_leaves(result))
         return result
-
-    def parameters(self) -> AbstractContextManager[None]:
-        """While active, a parameter that this thread makes is an alias of its data, detached from the graph."""
-        return replaced_here(nn.Parameter, __new__=lambda original: partial(self._new_parameter, original))
 
     def _new_parameter(self, original: Any, kind: type, data: Any = None, requires_grad: bool = True) -> Any:
         recorder = self.recorder
@@ -227,15 +228,6 @@ class Functions(TorchFunctionMode):
             made = original(kind, values, requires_grad)
         recorder.stand_for(made, values)
         return made
-
-    @contextmanager
-    def of_fakes(self) -> Iterator[None]:
-        """While active, ``tolist`` of fake tensors is a torch function in this thread, as it is for other tensors, and
-        the type of fake tensors is hidden from forward."""
-        thread = threading.get_ident()
-        with replaced_here(FakeTensor, tolist=lambda original: TensorBase.tolist):
-            with fake_type_hidden(lambda: threading.get_ident() == thread):
-                yield
 
     # Numbers
 
@@ -279,6 +271,16 @@ class Functions(TorchFunctionMode):
             if followed is not None and args[0].is_leaf and args[0].requires_grad != followed:
                 rules.switched(args[0])
         return result
+
+
+@contextmanager
+def _of_fakes() -> Iterator[None]:
+    """While active, ``tolist`` of fake tensors is a torch function in this thread, as it is for other tensors, and
+    the type of fake tensors is hidden from forward."""
+    thread = threading.get_ident()
+    with replaced_here(FakeTensor, tolist=lambda original: TensorBase.tolist):
+        with fake_type_hidden(lambda: threading.get_ident() == thread):
+            yield
 
 
 def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:

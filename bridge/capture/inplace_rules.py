@@ -83,27 +83,25 @@ class InPlaceRules:
         self._underived.clear()
 
     def custom_function(self, name: str, where: str) -> None:
-        op = f"autograd.Function {name}"
-        if any(known.op == op for known in self.unsupported):
-            return
         reason = "a custom autograd.Function: its backward is Python code that a graph does not hold"
-        extra = {"hint": _NOT_REENTRANT} if name == "CheckpointFunction" else {}
-        self.unsupported.append(Unsupported(op, where, reason, **extra))
+        hint = [_NOT_REENTRANT] if name == "CheckpointFunction" else []
+        self._once(Unsupported(f"autograd.Function {name}", where, reason, *hint))
 
     def foreign_draw(self, name: str, where: str | None = None) -> None:
         """Refuses a draw from Python's or numpy's generator, once for each generator."""
-        if not any(known.op == name for known in self.unsupported):
-            reason, hint = FOREIGN_DRAW
-            if where is None and not is_alone():
-                hint += "; if it is another thread that draws, add the dispatch before it does"
-            self.unsupported.append(Unsupported(name, where or "forward", reason, hint))
+        reason, hint = FOREIGN_DRAW
+        if where is None and not is_alone():
+            hint += "; if it is another thread that draws, add the dispatch before it does"
+        self._once(Unsupported(name, where or "forward", reason, hint))
 
     def new_leaf(self) -> None:
         """Refuses a result that requires grad because of a tensor that is no parameter and no argument."""
-        op = "requires_grad_"
-        if not any(known.op == op for known in self.unsupported):
-            reason = "makes a tensor inside forward that requires grad by itself"
-            self.unsupported.append(Unsupported(op, "forward", reason, "make it a parameter or an argument"))
+        reason = "makes a tensor inside forward that requires grad by itself"
+        self._once(Unsupported("requires_grad_", "forward", reason, "make it a parameter or an argument"))
+
+    def _once(self, problem: Unsupported) -> None:
+        if not any(known.op == problem.op for known in self.unsupported):
+            self.unsupported.append(problem)
 
     def switched(self, leaf: torch.Tensor) -> None:
         """Refuses setting ``requires_grad`` of an input: earlier rows ran with the other value."""

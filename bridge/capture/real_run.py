@@ -17,7 +17,6 @@ from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, Unsuppo
 from bridge.base.modes import modes_put_back
 from bridge.base.pytrees import containers_of, is_plain, objects_of, packed, packed_arguments, tensor_leaves, unpacked
 from bridge.base.torch_distributed import is_distributed, local_tensor
-from bridge.base.torch_higher_order import nested_operands
 from bridge.base.torch_internals import python_kernels, pytree, storage_id
 from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.capture.autograd_uses import SavedMemory, SavedTensorsNeededError
@@ -322,8 +321,7 @@ class _Watch:
             stack.enter_context(generator_watch(rules, reads))
             saves = self.saved.is_all
             self.asked = stack.enter_context(saved_here() if saves else _nothing_saved(self.saved.note))
-            instead = calls.scripts(), calls.parameters(), nested_operands()
-            for each in (*instead, calls, python_kernels(), self.recorder):
+            for each in (calls.active(), python_kernels(), self.recorder):
                 stack.enter_context(each)
             torch.clear_autocast_cache()  # casts are made in the same order by each run
             with as_loud_as_eager():

@@ -18,7 +18,7 @@ from bridge.base.torch_internals import FakeTensor, OpOverload, aten, schema, st
 from bridge.base.torch_shapes import SYMBOLIC, hint
 from bridge.state import constant_key
 
-__all__ = ["Form", "NumberRead", "Record", "Row", "ValueLayout", "ValueRef", "at_hints"]
+__all__ = ["Form", "NumberRead", "Record", "Row", "ValueRef", "at_hints"]
 __all__ += ["errors_noted", "form_of", "key_of", "leaves_in", "mapped", "may_write", "memory_of", "renamed"]
 __all__ += ["values_in", "written", "written_operands"]
 
@@ -49,20 +49,10 @@ class Form(NamedTuple):
     is_conj: bool = False
     is_neg: bool = False
 
-
-class ValueLayout(NamedTuple):
-    """The layout, dtype and device of a value, and whether autograd tracks it."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
     @property
     def layout(self) -> tuple:
-        """All but ``requires_grad``, which a loop's first step may turn on."""
-        return self[:4]
+        """The metadata in which the steps of a loop agree; a first step may turn ``requires_grad`` on."""
+        return self.shape, self.stride, self.dtype, self.device
 
 
 class Row(NamedTuple):

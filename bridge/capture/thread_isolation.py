@@ -40,13 +40,14 @@ __all__ += ["as_loud_as_eager", "quiet", "recording"]
 @contextmanager
 def recording() -> Iterator[None]:
     """Context of the runs of a module's twin: the dispatched modules that this thread calls run eager, uncounted."""
-    with ExitStack() as stack:
-        stack.enter_context(one_capture_at_a_time())
-        stack.enter_context(generators_put_back())
-        stack.enter_context(_seeds_put_back())
-        stack.enter_context(pooled_by_division())
-        stack.enter_context(no_frames_compiled())
-        stack.enter_context(while_active(CAPTURES, depth=CAPTURES.depth + 1))
+    with (
+        one_capture_at_a_time(),
+        generators_put_back(),
+        _seeds_put_back(),
+        pooled_by_division(),
+        no_frames_compiled(),
+        while_active(CAPTURES, depth=CAPTURES.depth + 1),
+    ):
         yield
     raise_deferred()
 

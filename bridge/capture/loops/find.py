@@ -206,31 +206,23 @@ def draw_of_steps(loop: CallLoop, calls: RowCalls) -> Draw | None:
     drawn = [calls.drawn[loop.start + index] for index in dropping(loop, calls)]
     if not drawn:
         return None
-    first = drawn[0]
-    if first.op == FUSED:
-        return _fused_steps(loop, calls, drawn)
-    if any(each.op != _MASK or not is_dense(_like(each)) for each in drawn):
+    first, is_fused = drawn[0], drawn[0].op == FUSED
+    if not is_fused and any(each.op != _MASK or not is_dense(_like(each)) for each in drawn):
         raise NotRolledError("a draw in a loop that is no mask")
-    if any((each.args, each.kwargs, each.dtype) != (first.args, first.kwargs, first.dtype) for each in drawn):
+    dtypes = [each.operand and each.operand.dtype if is_fused else each.dtype for each in drawn]
+    if len(set(dtypes)) > 1 or len({(each.op, each.args, each.kwargs, each.device) for each in drawn}) > 1:
         raise NotRolledError("dropout of several rates or types in a step")
     counts = tuple(math.prod(each.shape) for each in drawn)
     shape = loop.steps, sum(counts)
-    return replace(first, shape=shape, stride=(shape[1], 1), dtype=torch.bool, steps=StepMasks(counts, first.dtype))
-
-
-def _fused_steps(loop: CallLoop, calls: RowCalls, drawn: Sequence[Draw]) -> Draw:
-    """:func:`draw_of_steps` for a GPU's fused dropouts; ``drawn``: the first step's draws."""
-    first = drawn[0]
-    if len({(each.op, each.args, each.operand and each.operand.dtype, each.device) for each in drawn}) > 1:
-        raise NotRolledError("dropout of several rates or types in a step")
-    if first.operand.dtype not in (torch.float32, torch.float64):
+    made = replace(first, shape=shape, stride=(shape[1], 1), dtype=torch.bool, steps=StepMasks(counts, dtypes[0]))
+    if not is_fused:
+        return made
+    if dtypes[0] not in (torch.float32, torch.float64):
         raise NotRolledError("dropout of a half type in a step, which eager rounds once")
     places = dropping(loop, calls)
     rows = [start + place for start in range(loop.start, loop.stop, loop.period) for place in places]
-    counts = tuple(math.prod(each.shape) for each in drawn)
-    shape, masks = (loop.steps, sum(counts)), tuple(calls.drawn[row] for row in rows)
-    steps = StepMasks(counts, first.operand.dtype, masks)
-    return Draw(_MASK, shape, (shape[1], 1), torch.bool, (1 - first.args[0],), device=first.device, steps=steps)
+    steps = replace(made.steps, dropouts=tuple(calls.drawn[row] for row in rows))
+    return Draw(_MASK, shape, made.stride, torch.bool, (1 - first.args[0],), device=first.device, steps=steps)
 
 
 def _like(draw: Draw) -> torch.Tensor:

@@ -41,7 +41,7 @@ from bridge.capture.loops.row_calls import (
 )
 from bridge.capture.observation import Draw
 from bridge.capture.opened import casts_first
-from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, form_of, mapped, values_in
+from bridge.capture.rows import Form, Record, Row, ValueRef, form_of, mapped, values_in
 
 __all__ = ["LEAST_ROWS", "Rolled", "rolled_up"]
 
@@ -276,7 +276,7 @@ class _Roller(LoopReplay):
         draw = draw_of_steps(loop, self.calls)
         if draw is None:
             return []
-        whole = self.out.of_layout(ValueLayout(draw.shape, draw.stride, torch.bool, draw.device, False), None)
+        whole = self.out.of_layout(Form(draw.shape, draw.stride, 0, torch.bool, draw.device, False), None)
         self.out.add(aten.empty.memory_format, (list(draw.shape),), {"dtype": torch.bool, "device": draw.device}, whole)
         self.out.add(aten.bernoulli_.float, (whole, *draw.args), {}, whole, draw)
         if not loop.carries:
@@ -320,7 +320,7 @@ class _Roller(LoopReplay):
         return self.out.contiguous(value)
 
 
-def _out_of_place(kind: CallKind, layouts: Sequence[ValueLayout]) -> CallKind:
+def _out_of_place(kind: CallKind, layouts: Sequence[Form]) -> CallKind:
     """``h.add_(x)`` as ``h + x``, which is exact if no other tensor has the memory; other kinds unchanged."""
     if len(layouts) != 1 or not kind.alone or kind.op is aten.copy_.default:
         return kind
@@ -381,14 +381,13 @@ class MadeRows(Movements):
         self.record.literals[made.number] = tensor
         return made
 
-    def of_layout(self, layout: ValueLayout, base: ValueRef | None) -> ValueRef:
+    def of_layout(self, form: Form, base: ValueRef | None) -> ValueRef:
         """A new value with a layout; ``base``: a value whose memory it shares."""
-        shape, stride, dtype, device, requires_grad = layout
-        if base is not None and self.record.forms[base.number].dtype == dtype:
-            made = self._meta(base).as_strided(shape, stride)
+        if base is not None and self.record.forms[base.number].dtype == form.dtype:
+            made = self._meta(base).as_strided(form.shape, form.stride)
         else:
-            made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
-        return self._value(made, device, requires_grad)
+            made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META)
+        return self._value(made, form.device, form.requires_grad)
 
     def add(self, op: Any, args: tuple, kwargs: dict, results: Any, draw: Draw | None = None) -> None:
         """Adds a row."""

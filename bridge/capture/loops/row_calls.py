@@ -19,7 +19,7 @@ from autodiff.scan.prove import Part, Producer
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.observation import Draw
 from bridge.capture.passes.decompositions import may_raise
-from bridge.capture.rows import Record, Row, ValueLayout, ValueRef, key_of, mapped, values_in, written
+from bridge.capture.rows import Form, Record, Row, ValueRef, key_of, mapped, values_in, written
 
 __all__ = ["COMPARING", "CREATING", "HERE", "NUMBER", "CallKind", "NotRolledError", "RowCall", "RowCalls"]
 __all__ += ["calls_of", "filled"]
@@ -133,7 +133,7 @@ class RowCalls:
 
     rows: list[RowCall] = field(default_factory=list)
     kinds: list[CallKind] = field(default_factory=list)
-    forms: list[ValueLayout] = field(default_factory=list)
+    forms: list[Form] = field(default_factory=list)
     made: list[Producer] = field(default_factory=list)
     drawn: dict[int, Draw] = field(default_factory=dict)
     effects: set[int] = field(default_factory=set)
@@ -225,13 +225,11 @@ class _Reader:
         calls.last = {number: now[number] for number in inputs if calls.made[now[number]].row >= 0}
 
     def _new(self, number: int, made: Producer) -> int:
-        form = self.record.forms[number]
-        layout = ValueLayout(form.shape, form.stride, form.dtype, form.device, form.requires_grad)
         self._sharing.setdefault(self.record.memory[number], []).append(number)
-        self._now[number] = value = self._value(layout, made)
+        self._now[number] = value = self._value(self.record.forms[number], made)
         return value
 
-    def _value(self, form: ValueLayout, made: Producer) -> int:
+    def _value(self, form: Form, made: Producer) -> int:
         self.calls.forms.append(form)
         self.calls.made.append(made)
         return len(self.calls.forms) - 1
@@ -407,7 +405,7 @@ def _constants(tree: Any) -> tuple[Any, Any]:
         raise NotRolledError(str(error)) from None
 
 
-def _numbered(row: Row, args: tuple, reads: Sequence[ValueLayout]) -> tuple[tuple, Any]:
+def _numbered(row: Row, args: tuple, reads: Sequence[Form]) -> tuple[tuple, Any]:
     """Arguments with :data:`NUMBER` for a number that may differ between calls of a kind, and the number."""
     if row.op in NUMBERED or row.op in COMPARING:
         kinds: tuple[type, ...] = ()
