@@ -50,18 +50,17 @@ _NOTHING = object()
 
 @dataclass
 class FakeRecord:
-    """A run on fake tensors: its record and mode, the leaves and objects of its result, and the twin's copies."""
+    """A run on fake tensors: its record and mode, the leaves and objects of its result, and its twin."""
 
     record: Record
     mode: FakeTensorMode
     results: Sequence[Any]
     arguments: Sequence[torch.Tensor]
-    twin: nn.Module
     out_spec: Any = None
     leaves: Sequence[Any] = ()
     symbols: Symbols | None = None
     objects: Sequence[Any] = ()
-    copies: Twin | None = None
+    twin: Twin | None = None
 
 
 def mode_of(real: RealRun, dims: Sequence[DynamicDim]) -> tuple[FakeTensorMode, Symbols | None]:
@@ -150,7 +149,7 @@ def fake_run_of(real: RealRun, change: Callable[[nn.Module], Any] = lambda twin:
         made = packed(result, given=inputs)
         leaves, out_spec = pytree.tree_flatten(with_wholes(made, real.wholes, dims))
         results = values_of(leaves, recorder, real.wholes)
-        run = recorder.record, mode, results, arguments, twin, out_spec, given, symbols
+        run = recorder.record, mode, results, arguments, out_spec, given, symbols
         return FakeRecord(*run, objects_of(made) + containers_of(result), prepared.twin)
     finally:
         clear_fake_memo(mode)
@@ -188,7 +187,7 @@ def _result(real: RealRun, fake: FakeRecord) -> Iterator[Unsupported]:
     objects = list(zip(real.observation.objects, fake.objects, strict=False))
     real.observation.objects, fake.objects = [], []
     for one, other in objects:
-        if one is other or real.prepared.twin.has_copied(one) or fake.copies.has_copied(other):
+        if one is other or real.prepared.twin.has_copied(one) or fake.twin.has_copied(other):
             reason = "is not made by the call; a compiled call would return a copy of it"
             yield Unsupported(f"a result of type {type(one).__name__}", "the module's result", reason)
             return

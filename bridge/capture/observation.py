@@ -174,7 +174,6 @@ class Observation:
         overwritten: indices of the inputs that forward writes by ``.data`` and eager's autograd saves: the backward
             reads the numbers that they have at its time.
         checkpointed: index of each input that a checkpoint reads, which the backward runs again -> the line.
-        replaced: names of the buffers that forward sets to another tensor.
         reads: forward's reads of state outside of the call (:class:`bridge.guards.Reads`).
     """
 
@@ -190,5 +189,4 @@ class Observation:
     saved_views: frozenset[int] = frozenset()
     overwritten: frozenset[int] = frozenset()
     checkpointed: dict[int, str] = field(default_factory=dict)
-    replaced: list[str] = field(default_factory=list)
     reads: Any = field(default=None, compare=False, repr=False)

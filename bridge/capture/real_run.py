@@ -388,7 +388,6 @@ class _Watch:
             after = now.get(name)
             if after is before or _is_filled(before, after, is_first):
                 continue
-            self.observation.replaced.append(name)
             judge_replaced(name, before, after, inputs, rules)
             if any(each is before and now.get(other) is not after for other, each in named.items()):
                 reason = "is set to another tensor, where the old one has a second name"

@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.torch_internals import FakeTensor, TensorBase, aten, has_storage, storage_id
+from bridge.base.torch_internals import FakeTensor, TensorBase, aten, storage_id
 from bridge.base.torch_recording import own_operator
 from bridge.capture.inplace_rules import overlaps_itself
 from bridge.capture.observation import Output
-from bridge.capture.passes.alias_analysis import aliased, written
+from bridge.capture.passes.alias_analysis import aliased, memory_at, written
 from bridge.capture.scalar_guards import FORMS
 
 __all__ = ["AS_STRIDED", "SELECT_AT", "at_numbers", "selected", "shared_views", "spell_selections"]
@@ -143,7 +143,7 @@ def spell_selections(graph: fx.Graph) -> list[Unsupported]:
 
 def _spell(graph: fx.Graph, node: fx.Node) -> Iterator[Unsupported]:
     x, dim, index = node.args
-    memory = _memory(node)
+    (memory,) = memory_at(node)
     views, later = {node}, list(_behind(node))
     for each in later:
         source = _source(each, memory)
@@ -166,7 +166,7 @@ def _spell(graph: fx.Graph, node: fx.Node) -> Iterator[Unsupported]:
                 own = graph.call_function(aten.clone.default, (each,))
                 own.meta = dict(each.meta)
             each.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
-        targets = [target for target in written(each) if _memory(target) == memory]
+        targets = [target for target in written(each) if memory in memory_at(target)]
         if not targets:
             continue
         changed = True
@@ -190,22 +190,13 @@ def _behind(node: fx.Node) -> Iterator[fx.Node]:
         node = node.next
 
 
-def _memory(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return storage_id(value) if isinstance(value, torch.Tensor) and has_storage(value) else None
-
-
 def _source(node: fx.Node, memory: int | None) -> fx.Node | None:
     """The argument in ``memory`` that a node makes another view of, or ``None``."""
-    if node.op != "call_function" or memory not in (_memory(node), *map(_memory, _items(node))):
+    if node.op != "call_function" or memory not in memory_at(node):
         return None
-    there = [each for each in node.all_input_nodes if memory in (_memory(each), *map(_memory, _items(each)))]
+    there = [each for each in node.all_input_nodes if memory in memory_at(each)]
     source = aliased(node)
     return source if source in there else there[0] if there else None
-
-
-def _items(node: fx.Node) -> list[fx.Node]:
-    return [user for user in node.users if user.target is _GETITEM]
 
 
 def _with_items(node: fx.Node) -> fx.Node:

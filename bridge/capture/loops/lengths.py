@@ -251,6 +251,6 @@ def run_of_any_length(call: LoopedCall, sample: SampleCall) -> FakeRecord:
                 fakes[len(fakes)] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         record.fakes = fakes
         out_spec = real.observation.out_spec
-        return FakeRecord(record, mode, form.results, arguments, real.twin, out_spec, given, symbols)
+        return FakeRecord(record, mode, form.results, arguments, out_spec, given, symbols)
     finally:
         clear_fake_memo(mode)

@@ -250,6 +250,33 @@ def test_what_depends_on_where_a_number_points(function, words):
         add_tvm_dispatch(Indexing(function), (tensor_of(TALL), torch.tensor(0)))
 
 
+class Held(nn.Module):
+    """Takes the view at a position of a buffer, and writes one of the two."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.register_buffer("held", tensor_of(TALL).detach())
+        self.write = write
+
+    def forward(self, x, t):
+        view = self.held[t]
+        self.write(self.held, view)
+        return view * x + self.held.sum()
+
+
+@pytest.mark.parametrize(
+    "write", [lambda held, _: held.add_(1), lambda _, view: view.add_(1), lambda held, _: held[1:4].mul_(2)]
+)
+def test_a_view_at_a_position_of_a_buffer_shows_its_writes(write):
+    eager, dispatched, x = Held(write), Held(write), tensor_of(VECTOR)[:3].detach().requires_grad_()
+    add_tvm_dispatch(dispatched, (x, torch.tensor(0)))
+    for place in (0, 3, 4):
+        made, wanted = (module(x, torch.tensor(place)) for module in (dispatched, eager))
+        torch.testing.assert_close(made, wanted)
+        torch.testing.assert_close(dispatched.held, eager.held)
+    assert stats(dispatched).hits == 3
+
+
 def test_a_number_is_no_constant():
     """Entries of equal calls share programs: one at position 0 and one at a number that is 0 are not equal."""
     x = tensor_of(TALL)
