@@ -18,7 +18,6 @@ from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, line_o
 from bridge.base.pytrees import tensor_leaves
 from bridge.capture.draws import IsolatedRNG
 from bridge.capture.inplace_rules import InPlaceRules
-from bridge.capture.thread_isolation import note_change_of_generator
 from bridge.guards import ABSENT, Reads, audited, in_its_place, profiled
 from bridge.state import moved_generators
 
@@ -39,8 +38,10 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
     a compiled call's draws would not follow them.
 
     None of these calls passes torch's dispatcher. So a profiler listens to the user's calls of C functions; inside of
-    torch's functions it pauses (:class:`bridge.capture.draws.unwatched`). ``reads`` gets the same events.
+    torch's functions it pauses (:class:`bridge.capture.draws.unwatched`). ``reads`` gets the same events. At the end,
+    torch's generators that were seeded have their state from before.
     """
+    seeded: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
     def listen(frame: FrameType, event: str, called: Any) -> None:
         reads.hear(frame, event, called)
@@ -53,14 +54,18 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
         owner = getattr(called, "__self__", None)
         if isinstance(owner, torch.Generator):
             if name in _RESEEDING:
-                note_change_of_generator()
+                seeded.setdefault(id(owner), (owner, owner.get_state()))  # it is called only after this
                 rules.complain(f"torch.Generator.{name}", "changes a random generator inside forward")
         elif isinstance(owner, random.Random) and name in _PYTHONS_DRAWS and not _is_of_no_numbers(frame):
             rules.foreign_draw("random", user_line(traceback.extract_stack()))
 
     with reads.strangers.lifetimes():
-        with audited(reads.audit), moved_generators() as moved, profiled(listen):
-            yield
+        try:
+            with audited(reads.audit), moved_generators() as moved, profiled(listen):
+                yield
+        finally:
+            for generator, state in seeded.values():
+                generator.set_state(state)
         for name in moved:
             rules.foreign_draw(name)
         reads.finish()

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from bridge.base.collector import collection_paused, only_new_objects_collected
-from bridge.base.generators import of_gpus
 from bridge.base.modes import replaced_here, while_active
 from bridge.base.threads import free_in_children, held, raise_deferred
 from bridge.base.torch_internals import (
@@ -33,7 +32,7 @@ from bridge.base.torch_internals import (
 from bridge.base.torch_shapes import pooled_by_division
 from bridge.state import generators_put_back
 
-__all__ = ["CAPTURES", "is_capturing", "is_traced_here", "note_change_of_generator", "one_capture_at_a_time"]
+__all__ = ["CAPTURES", "is_capturing", "is_traced_here", "one_capture_at_a_time"]
 __all__ += ["as_loud_as_eager", "quiet", "recording"]
 
 
@@ -43,7 +42,6 @@ def recording() -> Iterator[None]:
     with (
         one_capture_at_a_time(),
         generators_put_back(),
-        _seeds_put_back(),
         pooled_by_division(),
         no_frames_compiled(),
         while_active(CAPTURES, depth=CAPTURES.depth + 1),
@@ -52,55 +50,23 @@ def recording() -> Iterator[None]:
     raise_deferred()
 
 
-@contextmanager
-def _seeds_put_back() -> Iterator[None]:
-    """Restores the default generators of CPU and GPUs that the traced code has seeded.
-
-    Fake tensors draw nothing. So another thread moved a generator that has only advanced: it is not restored.
-    """
-    before = [(generator, generator.initial_seed(), generator.get_state()) for generator in _defaults()]
-    changed_before = CAPTURES.changes
-    try:
-        yield
-    finally:
-        for generator, seed, state in before:
-            now = generator.get_state()
-            if torch.equal(now, state):
-                continue
-            fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
-            seeded = generator.initial_seed() != seed or torch.equal(now, fresh)
-            if seeded or CAPTURES.changes != changed_before:
-                generator.set_state(state)
-
-
-def _defaults() -> list[torch.Generator]:
-    return [torch.default_generator, *of_gpus()]
-
-
 # Tracing state: whether this thread traces a module; a dispatched module inside then runs as plain PyTorch.
 
 
 class _Thread(threading.local):
     depth = 0
     unwarned = holds = False
-    changes = 0
     warnings_go_to: Any = None
 
 
 CAPTURES = _Thread()
 """Per thread. ``depth``: how many captures of this package it is in; ``holds``: whether it has the lock of tracing;
-``unwarned``: whether its warnings are ignored; ``warnings_go_to``: the function that showed warnings before;
-``changes``: how often it has called :func:`note_change_of_generator`."""
+``unwarned``: whether its warnings are ignored; ``warnings_go_to``: the function that showed warnings before."""
 
 
 def is_capturing() -> bool:
     """Whether the calling thread is capturing a module for this package."""
     return CAPTURES.depth > 0
-
-
-def note_change_of_generator() -> None:
-    """Notes that the traced code seeds one of torch's generators, or sets its state."""
-    CAPTURES.changes += 1
 
 
 def is_traced_here() -> bool:
