@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
@@ -221,37 +221,23 @@ class Opaque:
             made, behind = application.run(given, noted.kind)
             del given
             self.made |= inside.memory
-            results = list(made) if isinstance(made, tuple) else [made]
-            returned = [each for each in results if each is not None]
-            if not returned or not all(isinstance(each, torch.Tensor) for each in returned):
-                raise NotTraceable("returns something else than tensors, and cannot be traced")
-            if any(each.is_complex() for each in tensor_leaves(results)):
-                raise NotTraceable("returns complex numbers, and cannot be traced")
-            memory = [storage_id(each) for each in tensor_leaves(results)]
-            if len({*memory}) < len(memory) or not addresses.isdisjoint(memory):
-                raise NotTraceable("returns an argument, a view of it or a tensor twice, and cannot be traced")
-            has_gradient = behind is not None
-            if noted.partial and len(memory) > 1:
-                raise NotTraceable("has several outputs, and takes None for the gradients of those that are not used")
-            forms = tuple(
-                None if each is None else (form_of(each), has_gradient and each.dtype.is_floating_point)
-                for each in results
-            )
+            results = _results(made, addresses, noted.partial)
             application = replace(
                 application,
-                results=forms,
+                results=tuple(
+                    each if each is None else (form_of(each), behind is not None and each.dtype.is_floating_point)
+                    for each in results
+                ),
                 is_tuple=isinstance(made, tuple),
                 kept=frozenset(place for place, each in enumerate(kept) if not each.expired()),
                 changed=frozenset(n for n, then in enumerate(before) if bits_of(then) != bits_of(tensors[n])),
             )
             gradients: list[Any] = [None] * len(tensors)
-            if has_gradient:
-                zeros = [VF.zeros(each.shape, dtype=each.dtype, device=each.device) for each in tensor_leaves(results)]
-                differentiable = [each for each, form in zip(zeros, filter(None, forms), strict=True) if form[1]]
-                gradients = of_tensors(
-                    application, run_backward(application, behind, application.upstream(differentiable))
-                )
-                if any(each._version for each in differentiable):
+            if behind is not None:
+                floating = (each for each in tensor_leaves(results) if each.dtype.is_floating_point)
+                zeros = [VF.zeros(each.shape, dtype=each.dtype, device=each.device) for each in floating]
+                gradients = of_tensors(application, run_backward(application, behind, application.upstream(zeros)))
+                if any(each._version for each in zeros):
                     raise NotTraceable("its backward changes a tensor in place that was there before")
         if len(self.draws.draws) != drawn:
             raise NotTraceable("draws random numbers, and cannot be traced")
@@ -259,6 +245,22 @@ class Opaque:
         values = [each.clone() for each in tensor_leaves(results)]
         values += [tensors[place].detach().clone() for place in sorted(application.changed)]
         return application, [*values, VF.empty(1, dtype=torch.uint8, device=tensors[0].device)]
+
+
+def _results(made: Any, given: Collection[int], is_partial: bool) -> list[torch.Tensor | None]:
+    """The results of a Function, as an operator can return them; ``given``: the memory of its arguments."""
+    results = list(made) if isinstance(made, tuple) else [made]
+    tensors = [each for each in results if each is not None]
+    if not tensors or not all(isinstance(each, torch.Tensor) for each in tensors):
+        raise NotTraceable("returns something else than tensors, and cannot be traced")
+    if any(each.is_complex() for each in tensors):
+        raise NotTraceable("returns complex numbers, and cannot be traced")
+    memory = {storage_id(each) for each in tensors}
+    if len(memory) < len(tensors) or not memory.isdisjoint(given):
+        raise NotTraceable("returns an argument, a view of it or a tensor twice, and cannot be traced")
+    if is_partial and len(tensors) > 1:
+        raise NotTraceable("has several outputs, and takes None for the gradients of those that are not used")
+    return results
 
 
 def _closed_over(function: Any) -> list[Any]:
