@@ -353,50 +353,48 @@ class CallAnalysis(Sources):
                 self.refuse(str(self.place(value)) or kind.__name__, frame.where, *reason)
         if is_a(value, nn.Module):  # its forward is profiled code, or machinery
             return
-        given = self._given_to(frame, call)
+        given = functools.cache(lambda: self._given_to(frame, call))  # most calls ask for no argument
         if is_a(value, weakref.ref):
             self._reference(frame, place, value)
         elif kind is functools.partial:
-            self._partial(frame, place, value, call, given)
+            self._partial(frame, place, value, call, given())
         elif does(kind, "gets"):
-            self._getter(frame, place, value, given[0])
+            self._getter(frame, place, value, given()[0])
         elif value is super:
-            pair = given[0] or [[frame.cells.get("__class__")], [next(iter(frame.args.values()), None)]]
+            pair = given()[0] or [[frame.cells.get("__class__")], [next(iter(frame.args.values()), None)]]
             for owner in pair[1] if len(pair) > 1 else ():
                 kinds = [each for each in pair[0] if is_a(each, type) and not is_a(owner, Instance)]
                 for each in kinds:
                     if issubclass(type(owner), each) or (is_a(owner, type) and issubclass(owner, each)):
                         self._result(frame.calls.results, place, super(each, owner), frame)
         elif value is type and call.args is not None and len(call.args) == 1:
-            for owner in given[0][0]:
+            for owner in given()[0][0]:
                 one = owner.kind if is_a(owner, Instance) else type(owner)
                 self.know(one, Place("class", one.__name__))
                 if not is_a(owner, Instance):
                     self._class(owner)
                 self._result(frame.calls.results, place, one, frame)
         elif is_a(value, type):
-            self._made(frame, place, value, given[0], call.args is not None)
-        elif kind is types.MethodWrapperType:
-            self._method(frame, place, value.__self__, value, value.__name__, frame.where, given)
-        elif kind is types.MethodType and type(value.__func__).__name__ in _IN_C:
-            self._method(frame, place, value.__self__, value, value.__name__, frame.where, given)
+            self._made(frame, place, value, given()[0], call.args is not None)
+        elif kind is types.MethodWrapperType or (kind is types.MethodType and type(value.__func__).__name__ in _IN_C):
+            self._method(frame, place, value.__self__, value, value.__name__, frame.where, given())
         elif kind.__name__ in _IN_C:
             owners = self._values(frame, source[1]) if source[0] == "attr" else []
             for owner in owners:
                 if not is_a(owner, ModuleType | type | Instance | FrameOf):
-                    self._method(frame, place, owner, value, source[2], frame.where, given)
+                    self._method(frame, place, owner, value, source[2], frame.where, given())
             if all(is_a(each, ModuleType | type) for each in owners):
-                self._unbound(frame, place, value, given[0])
+                self._unbound(frame, place, value, given()[0])
         elif kind is functools._lru_cache_wrapper:
             wrapped = value.__wrapped__
             self.know(wrapped, self.place(value))
             if is_a(wrapped, types.BuiltinFunctionType):
-                self._invoke(frame, place, wrapped, call, frame.where, given)
+                self._invoke(frame, place, wrapped, call, frame.where, given())
             elif not is_a(wrapped, FunctionType):
                 self._called(frame, place, wrapped, call, source)
             owners = self._values(frame, source[1]) if source[0] == "attr" else ()
             bound = next(([each] for each in owners if binds(each, source[2], value)), [])
-            args, words = [*([bound] if bound else []), *given[0]], given[1]
+            args, words = [*([bound] if bound else []), *given()[0]], given()[1]
             if call.args is not None and all(len(each) == 1 for each in (*args, *words.values())):
                 named = {name: each[0] for name, each in words.items()}
                 for each in interesting(self.kept(value, tuple(each[0] for each in args), named).read()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 import types
@@ -108,7 +109,9 @@ class Sources(Insides):
         if kind in ("arg", "cell"):
             value = (frame.args if kind == "arg" else frame.cells).get(source[1], ABSENT)
             return [] if value is ABSENT else [ANY if is_a(value, Instance) else value]
-        if kind == "made" or (kind == "computed" and self._is_computed(frame, source[1])):
+        if kind == "computed" and source[1] not in frame.calls.python:  # a function in C gives the call's result
+            return [ANY] if frame.over or source[1] in frame.calls.heard else []
+        if kind == "made":
             return [ANY]
         if kind == "global":
             return next(([space[source[1]]] for space in (frame.globals, frame.builtins) if source[1] in space), [])
@@ -129,19 +132,18 @@ class Sources(Insides):
         if kind == "op":
             return self._operated(frame, *source[1:])
         if kind == "var":
-            if source[1] in frame.variables.busy:
+            busy, known = frame.variables.busy, (*source, "constants")
+            if source[1] in busy:
                 return []
-            frame.variables.busy.add(source[1])
-            found = self._constants(frame, frame.flow.variables[source[1]])
-            frame.variables.busy.remove(source[1])
-            return found
+            memo = {} if busy or frame.locals else frame.memo  # inside of another variable it is a part
+            if known not in memo:
+                busy.add(source[1])
+                memo[known] = self._constants(frame, frame.flow.variables[source[1]])
+                busy.remove(source[1])
+            return memo[known]
         if kind == "result":
             return [*frame.calls.plain.get(source[1], ()), *frame.calls.results.get(source[1], {}).values()]
         return self._values(frame, source)
-
-    def _is_computed(self, frame: Frame, place: int) -> bool:
-        """Whether a function in C gives the value of a call, whose result is not known."""
-        return place not in frame.calls.python and (frame.over or place in frame.calls.heard)
 
     def _operated(self, frame: Frame, symbol: str, left: Source, right: Source) -> list[Any]:
         found, kinds = [], (str, bytes, int, float)
@@ -166,8 +168,7 @@ class Sources(Insides):
     def _find(self, frame: Frame, source: Source) -> list[Any]:
         kind, of = source[0], source[1] if len(source) > 1 else None
         if kind in ("arg", "cell"):
-            value = (frame.args if kind == "arg" else frame.cells).get(of, ABSENT)
-            return interesting(value)
+            return interesting((frame.args if kind == "arg" else frame.cells).get(of, ABSENT))
         if kind == "global":
             value = self.name(frame.globals, of, Place("global", of))
             if value is ABSENT:
@@ -201,10 +202,8 @@ class Sources(Insides):
                 owners, made = ([*held.values()] for held in frame.variables.shown[of[1]])
             elif self._may_hold(frame, of):
                 made = owners
-            if kind == "each":
-                return [*made, *(value for owner in owners for value in self._each(frame, owner))]
-            keys = self._keys(frame, source[2])
-            if not keys and (not frame.over or self._unheard(frame, source[2])):
+            keys = [] if kind == "each" else self._keys(frame, source[2])
+            if not keys and kind != "each" and (not frame.over or self._unheard(frame, source[2])):
                 return []  # the key is not there yet, or is a result of a function that has not returned
             if not keys:
                 return [*made, *(value for owner in owners for value in self._each(frame, owner))]
@@ -238,8 +237,10 @@ class Sources(Insides):
                 told = "leads from object to object, more of them than are followed"
                 self.refuse(f"a variable of {frame.code.co_name}()", frame.where, told, "do it outside of forward")
                 break
-            frame.memo.clear()
+            known = len(self._known)
             found = {name: self._new(frame, name, sources) for name, sources in flow.variables.items()}
+            for source in [each for each in frame.memo if _varies(each) or known < len(self._known)]:
+                del frame.memo[source]  # the other sources would give the same once more
             grown = any(each.values or each.inside for each in found.values())
             if not grown and everything:
                 break
@@ -249,7 +250,6 @@ class Sources(Insides):
             everything = not grown
             frame.variables.shown = frame.variables.held if everything else nothing | found
         frame.variables.shown = frame.variables.held
-        frame.memo.clear()
 
     def _new(self, frame: Frame, name: str, sources: Iterable[Source]) -> Held:
         """The values assigned to a variable that were not known yet."""
@@ -352,6 +352,12 @@ class Sources(Insides):
         if value is ABSENT and answer_of(find_spec, (full,), {}) is None:
             self.items.setdefault(("missing", full), Missing(full, Place("module", full)))
         return interesting(value)
+
+
+@functools.cache
+def _varies(source: Source) -> bool:
+    """Whether the values of a source depend on variables."""
+    return source[0] == "var" or any(type(each) is tuple and each and _varies(each) for each in source[1:])
 
 
 def _peek(owner: Any, name: str) -> Any:
