@@ -145,7 +145,7 @@ def computed(symbol: str, left: frozenset, right: frozenset) -> frozenset:
     return frozenset(("op", symbol, a, b) for a, b in pairs)
 
 
-def handlers(code: CodeType, instructions: list[Any]) -> Iterator[tuple[int, int]]:
+def handlers(code: CodeType) -> Iterator[tuple[int, int]]:
     """The beginnings of exception handlers and the height of the stack there."""
     entries = getattr(dis.Bytecode(code), "exception_entries", ()) if sys.version_info >= (3, 11) else ()
     for entry in entries:

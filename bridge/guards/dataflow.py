@@ -81,7 +81,7 @@ class _Interpreter(Lookups):
     def run(self) -> DataFlow:
         waiting = [0]
         self.states[0] = ()
-        for target, depth in handlers(self.code, self.instructions):
+        for target, depth in handlers(self.code):
             if target in self.at:
                 self.states[self.at[target]] = (NOTHING,) * depth
                 waiting.append(self.at[target])

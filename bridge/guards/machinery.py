@@ -46,16 +46,15 @@ _UNREAD = (
     "<frozen abc>",
     "<frozen zipimport",
 )
-ASKED_PYTHON = frozenset(
-    [
-        (LIBRARY + os.path.join("logging", "__init__.py"), name)
-        for name in ("isEnabledFor", "getEffectiveLevel", "hasHandlers", "getLevelName")
-    ]
-    + [(LIBRARY + os.path.join("multiprocessing", "context.py"), "get_start_method")]
-    + [(LIBRARY + os.path.join("importlib", "util.py"), "find_spec"), ("<frozen importlib.util>", "find_spec")]
-    + [(LIBRARY + "threading.py", name) for name in "current_thread main_thread active_count get_ident is_set".split()]
-    + [(LIBRARY + os.path.join("multiprocessing", "synchronize.py"), name) for name in ("is_set", "get_value")]
-)
+_ASKED_PYTHON = {
+    "logging/__init__.py": "isEnabledFor getEffectiveLevel hasHandlers getLevelName",
+    "multiprocessing/context.py": "get_start_method",
+    "multiprocessing/synchronize.py": "is_set get_value",
+    "importlib/util.py": "find_spec",
+    "threading.py": "current_thread main_thread active_count get_ident is_set",
+}
+_IN_FILES = {(LIBRARY + file, name) for file, names in _ASKED_PYTHON.items() for name in names.split()}
+ASKED_PYTHON = frozenset(_IN_FILES | {("<frozen importlib.util>", "find_spec")})
 LOOKING = (LIBRARY + "inspect.py", LIBRARY + "typing.py")
 """Files whose functions look into their arguments."""
 

@@ -139,7 +139,7 @@ class World(Changes):
         if (told := implicit_of(value)) is not None:
             self.ask(told[0], (), {}, told[1])
         if is_a(value, FunctionType):
-            self.function(value, place)
+            self.function(value)
         elif is_a(value, type) and issubclass(value, torch.autograd.Function):
             for name in ("forward", "setup_context", "backward", "jvp", "vmap"):
                 self.class_name(value, name)
@@ -195,7 +195,7 @@ class World(Changes):
         self.know(self.items[key].read(), self.items[key].place)
         return self.items[key]
 
-    def function(self, function: Any, place: Place) -> None:
+    def function(self, function: Any) -> None:
         """Notes a Python function that may run: its code, default arguments and closure variables."""
         if not is_a(function, FunctionType):
             return
