@@ -131,7 +131,7 @@ class Peer:
 
     def trained(self, steps: int = 3) -> tuple[list[Tensor], list[str]]:
         """Results, gradients and parameters of some steps; the placements of the gradients."""
-        optimizer, seen = torch.optim.SGD(self.block.parameters(), lr=0.1, momentum=0.9), []
+        optimizer, seen = torch.optim.SGD(self.block.parameters(), lr=0.1, momentum=0.9, foreach=False), []
         for _ in range(steps):
             seen += [self.step(), self.x.grad]
             seen += [_whole(each.grad) for each in self.block.parameters()]

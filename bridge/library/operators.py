@@ -6,6 +6,7 @@ Matrix products have several variants, equal to rounding.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,27 +45,35 @@ def waits_for_the_device(name: str, attributes: Sequence[Any]) -> str | None:
     return attributes[0] if attributes[0].split(".")[1] in _WAITING else None
 
 
+@functools.lru_cache(maxsize=1024)
+def _parsed(name: str, arguments: str) -> tuple[Callable[..., Any], list, list[int]]:
+    """An ATen operator, its arguments and keywords, and the saved results, from names and JSON."""
+    namespace, packet, overload = name.split(".")
+    args, kwargs, *saved = json.loads(arguments)
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload), [args, kwargs], saved[0] if saved else []
+
+
+def _filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """A parsed argument with its tensors."""
+    if isinstance(value, list):
+        return [_filled(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return tensors[value["$tensor"]]
+    if "$complex" in value:
+        return VF.view_as_complex(tensors[value["$complex"]])
+    if "$number" in value:
+        return complex(*value["$number"])
+    if "$dtype" in value:
+        return getattr(torch, value["$dtype"])
+    return {key: _filled(item, tensors) for key, item in value.items()}
+
+
 def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Runs an ATen operator on arguments written as JSON (see :mod:`autodiff.library`)."""
-    namespace, packet, overload = name.split(".")
-    target = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-
-    def read(value: Any) -> Any:
-        if isinstance(value, list):
-            return [read(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if "$tensor" in value:
-            return tensors[value["$tensor"]]
-        if "$complex" in value:
-            return VF.view_as_complex(tensors[value["$complex"]])
-        if "$number" in value:
-            return complex(*value["$number"])
-        if "$dtype" in value:
-            return getattr(torch, value["$dtype"])
-        return {key: read(item) for key, item in value.items()}
-
-    args, kwargs = read(json.loads(arguments)[:2])
+    target, parsed, _ = _parsed(name, arguments)
+    args, kwargs = _filled(parsed, tensors)
     made = target(*args, **kwargs)
     made = made if isinstance(made, tuple | list) else (made,)
     return tuple(map(as_parts, made))
@@ -83,7 +92,7 @@ def operator_vjp(name, arguments, wanted, outputs, *given):
     Zeros where the results do not depend on it. The formula reads saved results as they are given: their recomputation
     might differ, since its inputs may have changed meanwhile.
     """
-    saved = json.loads(arguments)[2]
+    *_, saved = _parsed(name, arguments)
     grads = given[len(given) - len(outputs) :]
     count = len(given) - len(outputs) - len(saved)
     results = dict(zip(saved, given[count:], strict=False))

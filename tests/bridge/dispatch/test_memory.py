@@ -80,6 +80,31 @@ def test_a_step_leaves_nothing_behind(module):
         assert [reference() for reference in alive] == [None] * 4
 
 
+def test_a_step_by_torchs_operators_leaves_nothing_behind():
+    """The same where the program calls an operator of torch's as it is, and its gradient."""
+
+    class Sorts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return torch.logcumsumexp(self.layer(x), -1)
+
+    module = add_tvm_dispatch(Sorts(), rows())
+    module(rows()).sum().backward()
+    with reference_counts_only():
+        module(rows()).sum().backward()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            gc.collect()
+            assert not [each for each in gc.garbage if issubclass(type(each), torch.Tensor)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+    assert stats(module).hits == 2
+
+
 def test_a_result_dropped_before_its_backward_frees_the_graph(module):
     with reference_counts_only():
         x = rows()
