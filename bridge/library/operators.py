@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -167,25 +167,12 @@ def _flip(outs: Tensors, args: Tensors, axis: int) -> None:
 @out_kernel("cumsum")
 def _cumsum(outs: Tensors, args: Tensors, axis: int, exclusive: bool) -> None:
     """Cumulative sums along an axis, in the out's type; ``exclusive``: without the element itself."""
-    _scan(VF.cumsum, outs[0], args[0], axis, 0 if exclusive else None)
-
-
-@out_kernel("cumprod")
-def _cumprod(outs: Tensors, args: Tensors, axis: int, exclusive: bool) -> None:
-    """Cumulative products along an axis, in the out's type; ``exclusive``: without the element itself."""
-    _scan(VF.cumprod, outs[0], args[0], axis, 1 if exclusive else None)
-
-
-def _scan(
-    function: Callable[..., torch.Tensor], out: torch.Tensor, x: torch.Tensor, axis: int, first: int | None
-) -> None:
-    """An inclusive scan, or an exclusive one that starts with ``first``."""
-    if first is None:
-        function(x, axis, dtype=out.dtype, out=out)
+    (out,), (x,) = outs, args
+    if not exclusive:
+        VF.cumsum(x, axis, dtype=out.dtype, out=out)
     elif count := x.shape[axis]:
-        out.narrow(axis, 0, 1).fill_(first)
-        rest = function(x.narrow(axis, 0, count - 1), axis, dtype=out.dtype)
-        out.narrow(axis, 1, count - 1).copy_(rest)
+        out.narrow(axis, 0, 1).fill_(0)
+        out.narrow(axis, 1, count - 1).copy_(VF.cumsum(x.narrow(axis, 0, count - 1), axis, dtype=out.dtype))
 
 
 @out_kernel("gather")

@@ -49,26 +49,6 @@ def minimum(e: Emitter, a: Expr, b: Expr) -> Expr:
     return e.smaller(a, b)
 
 
-def _floor_divide(e: Emitter, a: Expr, b: Expr) -> Expr:
-    if "float" in element_type(a):
-        return e.math("floor", tirx.Div(a, b))
-    a, b = e.bind(a), e.bind(b)
-    quotient, zero = e.bind(tirx.truncdiv(a, b)), e.const(0, element_type(a))
-    inexact = different(quotient * b, a)
-    negative = _xor(a < zero, b < zero)
-    return e.select(tirx.And(inexact, negative), quotient - e.const(1, element_type(a)), quotient)
-
-
-def _floor_mod(e: Emitter, a: Expr, b: Expr) -> Expr:
-    a, b = e.bind(a), e.bind(b)
-    if "float" not in element_type(a):
-        return a - e.bind(_floor_divide(e, a, b)) * b
-    remainder = e.bind(e.libm("fmod", a, b))
-    zero = e.const(0, element_type(a))
-    wrong_sign = tirx.And(different(remainder, zero), _xor(b < zero, remainder < zero))
-    return e.select(wrong_sign, remainder + b, remainder)
-
-
 def _abs(e: Emitter, x: Expr) -> Expr:
     x, dtype = e.bind(x), element_type(x)
     if dtype == "float32":
@@ -138,8 +118,6 @@ RULES: dict[str, Rule] = {
     "subtract": lambda e, a, b: tirx.Sub(a, b),
     "multiply": _multiply,
     "divide": lambda e, a, b: tirx.Div(a, b) if "float" in element_type(a) else tirx.truncdiv(a, b),
-    "floor_divide": _floor_divide,
-    "floor_mod": _floor_mod,
     "power": _power,
     "maximum": maximum,
     "minimum": minimum,
@@ -191,8 +169,6 @@ RULES: dict[str, Rule] = {
     "bitwise_or": _bits(_plain(tirx.Or), _plain(tirx.bitwise_or)),
     "bitwise_xor": _bits(_plain(_xor), _plain(tirx.bitwise_xor)),
     "bitwise_not": _bits(_plain(tirx.Not), _plain(tirx.bitwise_not)),
-    "left_shift": lambda e, a, b: tirx.shift_left(a, b),
-    "right_shift": lambda e, a, b: tirx.shift_right(a, b),
     "where": lambda e, c, a, b: e.select(c, a, b),
     "copy": lambda e, x: x,
     "pad": lambda e, x: x,

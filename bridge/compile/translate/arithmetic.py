@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import math
 
-import torch
-
-from autodiff.extents import Dim, Extent, same
+from autodiff.extents import Dim, Extent
 from autodiff.ir import Call, dtype, shape
-from bridge.base.devices import HOST
-from bridge.base.torch_internals import VF
 from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Operand, Scalar
@@ -20,11 +16,7 @@ from bridge.compile.translate.builder import Builder, number, register
 
 __all__: list[str] = []
 
-_DIRECT = [
-    name
-    for name in RULES
-    if name not in ("copy", "concat", "where", "log1p", "expm1", "floor_mod", "floor_divide", "power", "right_shift")
-]
+_DIRECT = [name for name in RULES if name not in ("copy", "concat", "where", "log1p", "expm1", "power")]
 
 _FLOAT_ONLY = frozenset(
     "exp log tanh erf sigmoid sqrt rsqrt floor ceil trunc round sin cos tan asin acos atan atan2 sinh cosh asinh acosh"
@@ -47,13 +39,6 @@ def _direct(builder: Builder, call: Call) -> Operand:
     if operands[0].dtype == "bool" and name in _NOT_FOR_BOOL:
         return NotImplemented
     return builder.pointwise(name, operands, dtype(call))
-
-
-@register("relax.floor_divide", "relax.floor_mod")
-def _floor(builder: Builder, call: Call) -> Operand:
-    return builder.pointwise(
-        str(call.op.name).removeprefix("relax."), [builder.get(arg) for arg in call.args], dtype(call)
-    )
 
 
 @register("relax.power")
@@ -88,7 +73,7 @@ def _where(builder: Builder, call: Call) -> Operand:
     return builder.pointwise("where", [condition, then, otherwise], dtype(call))
 
 
-@register("relax.astype", "relax.wrap_param")
+@register("relax.astype")
 def _astype(builder: Builder, call: Call) -> Operand | Scalar:
     return builder.cast(builder.get(call.args[0]), dtype(call))
 
@@ -104,9 +89,6 @@ class CompositeEmitter:
     def __call__(self, op: str, *operands: Operand | Scalar) -> Operand:
         return self.builder.pointwise(op, operands, self.type)
 
-    def compare(self, op: str, *operands: Operand | Scalar) -> Operand:
-        return self.builder.pointwise(op, operands, "bool")
-
     def const(self, value: Dim | float) -> Scalar:
         return Scalar(value, self.type)
 
@@ -121,10 +103,6 @@ class CompositeEmitter:
         axes = [axis % len(operand.shape) for axis in axes]
         extents = [1 if axis in axes else extent for axis, extent in enumerate(operand.shape)]
         return self.builder.reshape(self.builder.reduce(op, operand, axes, self.type), extents)
-
-    def mean(self, operand: Operand, axes: list[int]) -> Operand:
-        count = math.prod(operand.shape[axis] for axis in axes)
-        return self("divide", self.reduce("sum", operand, axes), self.const(count))
 
 
 def _axes(call: Call, operand: Operand | Scalar) -> list[int]:
@@ -143,33 +121,16 @@ def _reduction(builder: Builder, call: Call) -> Operand | Scalar:
     return builder.reshape(reduced, shape(call))
 
 
-@register("relax.mean", "relax.variance", "relax.std")
-def _moment(builder: Builder, call: Call) -> Operand | Scalar:
+@register("relax.mean")
+def _mean(builder: Builder, call: Call) -> Operand | Scalar:
     c = CompositeEmitter(builder, call)
     operand = builder.get(call.args[0])
     if "float" not in operand.dtype:
         return NotImplemented
-    axes = _axes(call, operand)
-    operand = c.widen(operand)
-    result = c.mean(operand, axes)
-    if call.op.name != "relax.mean":
-        centred = c("subtract", operand, result)
-        result = c.mean(c("multiply", centred, centred), axes)
-    if call.op.name == "relax.std":
-        result = c("sqrt", result)
+    axes, operand = _axes(call, operand), c.widen(operand)
+    count = math.prod(operand.shape[axis] for axis in axes)
+    result = c("divide", c.reduce("sum", operand, axes), c.const(count))
     return builder.reshape(c.narrow(result), shape(call))
-
-
-@register("relax.collapse_sum_to", "relax.collapse_sum_like")
-def _collapse_sum_to(builder: Builder, call: Call) -> Operand | Scalar:
-    operand, extents = builder.get(call.args[0]), shape(call)
-    missing = len(operand.shape) - len(extents)
-    axes = [
-        axis
-        for axis, extent in enumerate(operand.shape)
-        if axis < missing or (not same(extent, 1) and same(extents[axis - missing], 1))
-    ]
-    return builder.reshape(builder.reduce("sum", operand, axes, dtype(call)), extents)
 
 
 @register("relax.nn.softmax", "relax.nn.log_softmax")
@@ -202,14 +163,6 @@ def _clip(builder: Builder, call: Call) -> Operand:
     return builder.pointwise("minimum", [Scalar(high, x.dtype), x], dtype(call))
 
 
-@register("relax.nn.leakyrelu")
-def _leakyrelu(builder: Builder, call: Call) -> Operand | Scalar:
-    c = CompositeEmitter(builder, call)
-    x = c.widen(builder.get(call.args[0]))
-    scaled = c("multiply", x, c.const(float(call.attrs.alpha)))
-    return c.narrow(c("where", c.compare("greater", x, c.const(0)), x, scaled))
-
-
 @register("relax.nn.gelu")
 def _gelu(builder: Builder, call: Call) -> Operand | Scalar:
     c = CompositeEmitter(builder, call)
@@ -234,29 +187,11 @@ def _silu(builder: Builder, call: Call) -> Operand | Scalar:
     return c.narrow(c("multiply", x, c("sigmoid", x)))
 
 
-@register("relax.nn.softplus")
-def _softplus(builder: Builder, call: Call) -> Operand | Scalar:
-    c = CompositeEmitter(builder, call)
-    x = c.widen(builder.get(call.args[0]))
-    beta = float(call.attrs.beta)
-    scaled = c("multiply", x, c.const(beta))
-    soft = c("divide", c("log1p", c("exp", scaled)), c.const(beta))
-    linear = c.compare("greater", scaled, c.const(float(call.attrs.threshold)))
-    return c.narrow(c("where", linear, x, soft))
-
-
 @register("library.log1p", "library.expm1")
 def _elementary(builder: Builder, call: Call) -> Operand | Scalar:
     c = CompositeEmitter(builder, call)
     name = str(call.args[0].global_symbol).removeprefix("library.")
     return c.narrow(c(name, c.widen(builder.get(call.args[1]))))
-
-
-@register("relax.ewise_fma")
-def _ewise_fma(builder: Builder, call: Call) -> Operand:
-    a, b, d = (builder.get(arg) for arg in call.args)
-    product = builder.pointwise("multiply", [a, b], dtype(call))
-    return builder.pointwise("add", [product, d], dtype(call))
 
 
 @register("relax.tril", "relax.triu")
@@ -279,18 +214,3 @@ def _arange(builder: Builder, call: Call) -> Operand:
 @register("library.extent")
 def _extent(builder: Builder, call: Call) -> Scalar:
     return Scalar(number(call.args[1]), dtype(call))
-
-
-@register("relax.one_hot")
-def _one_hot(builder: Builder, call: Call) -> Operand:
-    indices = builder.get(call.args[0])
-    if len(call.args) != 3 or any(not isinstance(number(arg), int | float) for arg in call.args[1:]):
-        return NotImplemented
-    on, off = (Scalar(number(arg), dtype(call)) for arg in call.args[1:])
-    rank = len(indices.shape) + 1
-    axis = int(call.attrs.axis) % rank
-    spread = builder.reshape(indices, (*indices.shape[:axis], 1, *indices.shape[axis:]))
-    classes = VF.arange(int(call.attrs.depth), dtype=getattr(torch, indices.dtype), device=HOST)
-    classes = builder.reshape(builder.constant(classes), (len(classes),) + (1,) * (rank - 1 - axis))
-    hit = builder.pointwise("equal", [spread, classes], "bool")
-    return builder.pointwise("where", [hit, on, off], dtype(call))

@@ -68,14 +68,13 @@ def _flip(builder: Builder, call: Call) -> Operand:
     return emit(builder, "flip", [tensor(builder, call.args[0])], [out], int(call.attrs.axis))[0]
 
 
-@register("relax.cumsum", "relax.cumprod")
-def _scan(builder: Builder, call: Call) -> Operand:
+@register("relax.cumsum")
+def _cumsum(builder: Builder, call: Call) -> Operand:
     if call.attrs.axis is None:
         return NotImplemented
-    name = str(call.op.name).removeprefix("relax.")
     out = builder.fresh(shape(call), dtype(call))
     axis, exclusive = int(call.attrs.axis), bool(call.attrs.exclusive)
-    return emit(builder, name, [tensor(builder, call.args[0])], [out], axis, exclusive)[0]
+    return emit(builder, "cumsum", [tensor(builder, call.args[0])], [out], axis, exclusive)[0]
 
 
 @register("relax.gather_elements")

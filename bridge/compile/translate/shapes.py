@@ -89,12 +89,7 @@ def _full(builder: Builder, call: Call) -> Operand | Scalar:
     return builder.expand(builder.cast(builder.get(fill), dtype(call)), shape(call))
 
 
-@register("relax.stop_lift_params", "relax.builtin.stop_lift_params")
-def _identity(builder: Builder, call: Call) -> Operand | Scalar:
-    return builder.get(call.args[0])
-
-
-@register("relax.grad.no_grad", "relax.grad.start_checkpoint", "relax.grad.end_checkpoint", "library.overwritten")
+@register("relax.grad.no_grad", "library.overwritten")
 def _marker(builder: Builder, call: Call) -> Operand | Scalar:
     return builder.get(call.args[1] if library_name(call) else call.args[0])
 

@@ -77,10 +77,7 @@ UNARY = {
         lambda x: torch.add(*x.split(x.shape[0] // 2, 0)),
     ),
     "cumsum": (lambda x: R.cumsum(x, 1), lambda x: x.cumsum(1)),
-    "cumprod_exclusive": (
-        lambda x: R.cumprod(x, 1, exclusive=True),
-        lambda x: torch.cat([torch.ones_like(x[:, :1]), x.cumprod(1)[:, :-1]], 1),
-    ),
+    "cumsum_exclusive": (lambda x: R.cumsum(x, 1, exclusive=True), lambda x: x.cumsum(1) - x),
     "flip": (lambda x: R.flip(x, 1), lambda x: x.flip(1)),
     "repeat": (lambda x: R.repeat(x, 2, 1), lambda x: x.repeat_interleave(2, 1)),
     "tile": (lambda x: R.tile(x, [2, 1, 1]), lambda x: x.repeat(2, 1, 1)),
