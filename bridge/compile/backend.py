@@ -6,7 +6,7 @@ Only a :class:`Backend` knows its target; loop IR, passes, schedule and run time
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +18,9 @@ from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
 from autodiff.lazy import cached_property
-from bridge.compile.loop_ir.operations import LookupPlan, PackPlan, PoolPlan, ProductPlan, ScatterPlan
+from bridge.compile.loop_ir.operations import PackPlan, ProductPlan
 from bridge.compile.schedule.horizontal_fusion import HorizontalFusionPlan
-from bridge.compile.schedule.limits import Limits
-from bridge.compile.schedule.order import ReductionOrder
+from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.products import ColumnPlan, ProductPolicy
 from bridge.compile.schedule.row_plan import RowPlan
 
@@ -51,14 +50,8 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Backend(ABC):
-    """One target; implements the :class:`~bridge.compile.schedule.limits.Rules` of passes and schedule.
-
-    Frozen: backends of equal keys compile a function to the same code.
-    """
-
-    order: ReductionOrder
-    limits: Limits
+class Backend(Rules):
+    """One target. Frozen: backends of equal keys compile a function to the same code."""
 
     @property
     def of_steps(self) -> Backend:
@@ -109,31 +102,6 @@ class Backend(ABC):
         memory; the second takes partials and column results. A consumer may wait for the first kernel alone.
         """
         return None
-
-    @abstractmethod
-    def legalized(self, function: PrimFunc) -> PrimFunc:
-        """See :class:`~bridge.compile.schedule.limits.Rules`."""
-
-    @property
-    def adds_float64(self) -> bool:
-        """See :class:`~bridge.compile.schedule.limits.Rules`."""
-        return False
-
-    def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
-        """See :class:`~bridge.compile.schedule.limits.Rules`; by default only the library computes it."""
-        return None
-
-    def lookup(self, plan: LookupPlan) -> PrimFunc | None:
-        """See :class:`~bridge.compile.schedule.limits.Rules`; by default only the library computes it."""
-        return None
-
-    def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
-        """See :class:`~bridge.compile.schedule.limits.Rules`; by default only the library computes it."""
-        return None
-
-    def sorts_before(self, plan: ScatterPlan, length: int) -> bool:
-        """See :class:`~bridge.compile.schedule.limits.Rules`."""
-        return False
 
     @abstractmethod
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:

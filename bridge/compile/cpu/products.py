@@ -37,6 +37,7 @@ from bridge.compile.schedule.products import (
     GENERATED,
     IN_PANELS,
     LayoutClass,
+    ProductPolicy,
     ProductShape,
     is_generated,
     is_in_panels,
@@ -188,8 +189,8 @@ Measure = Callable[[ProductShape, Sequence[str]], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class CpuProducts:
-    """Matrix products on this processor; a :class:`~bridge.compile.schedule.products.ProductPolicy`.
+class CpuProducts(ProductPolicy):
+    """Matrix products on this processor.
 
     Attributes:
         target: of generated code.
@@ -208,10 +209,7 @@ class CpuProducts:
     measure: Measure | None = None
     _asked: dict[ProductShape, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    keeps_order = False
-    widened = frozenset()
     packs = True
-    turns = True
 
     def choose(self, product: ProductShape) -> str:
         """The fastest algorithm of the product's class, timed at the class's first use."""
@@ -286,12 +284,6 @@ class CpuProducts:
             else:
                 found[way] = trial.generated(self.multiply(product.element_type), plan)
         return found
-
-    def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
-        return 1
-
-    def unit(self, product: ProductShape) -> int:
-        return 1
 
     def packing(self, way: str, product: ProductShape) -> Packing | None:
         tile = register_tile(self.target)

@@ -7,13 +7,12 @@ call, and every launch advances the generator's offset by the maximum number tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from autodiff.extents import Dim, Extent, minimum
-from bridge.compile.schedule.products import ProductShape
+from bridge.compile.schedule.products import ProductPolicy, ProductShape
 
 __all__ = ["BLOCK", "NUMBERS", "CudaProducts", "Gpu", "gpu_of"]
 
@@ -49,8 +48,8 @@ these products took 0.72 to 1.08 of the time (one of 18 took 1.15), with 448 col
 
 
 @dataclass(frozen=True)
-class CudaProducts:
-    """cuBLAS by torch, a :class:`~bridge.compile.schedule.products.ProductPolicy`.
+class CudaProducts(ProductPolicy):
+    """cuBLAS by torch.
 
     The algorithm follows from the shape, and from torch's settings, which are part of the compile options. cuBLASLt,
     which eager's linear layers also call, computes products of few rows: in TF32 with a transposed weight, otherwise
@@ -63,7 +62,6 @@ class CudaProducts:
     tf32: bool = False
 
     keeps_order = True
-    packs = False
 
     @property
     def turns(self) -> bool:
@@ -87,12 +85,6 @@ class CudaProducts:
             return batch == 1 and _FEW[0] <= m <= _FEW[1] and n > 1 and product.b.unit == "column"
         is_misjudged = n == _NARROW or (n > _NARROW and product.b.unit == "column")
         return batch == 1 and 1 < m < _FEW[0] and n * k <= _MISJUDGED and is_misjudged
-
-    def made(self) -> tuple[tuple, ...]:
-        return ()
-
-    def adopt(self, choices: Sequence[Sequence]) -> bool:
-        return not choices
 
     def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
         """Enough partials to give each multiprocessor a tile of the result, with at least ``_INNER`` inner elements.
@@ -130,9 +122,6 @@ class CudaProducts:
             return 1
         is_large = product.multiplications >= _LARGE and min(product.m, product.n, product.k) >= _NARROWEST
         return _UNITS[product.element_type] if is_large else 1
-
-    def packing(self, way: str, product: ProductShape) -> None:
-        return None
 
     def block(self, way: str, product: ProductShape) -> tuple[int, int]:
         raise NotImplementedError(f"products on CUDA are torch's: no way {way!r} of our own computes {product}")

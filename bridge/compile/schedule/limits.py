@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 from tvm.tirx import PrimFunc
 
@@ -165,34 +165,41 @@ _NAMES = {
 }
 
 
-class Rules(Protocol):
-    """A backend's interface for passes and schedule."""
+@dataclass(frozen=True)
+class Rules(ABC):
+    """A backend as passes and schedule see it; by default, only the library computes lookups, scatters and pools.
 
-    @property
-    def order(self) -> ReductionOrder:
-        """The order in which elements are combined."""
+    Attributes:
+        order: in which elements are combined.
+        limits: the thresholds of profitability.
+    """
 
-    @property
-    def limits(self) -> Limits:
-        """The thresholds of profitability."""
+    order: ReductionOrder
+    limits: Limits
 
     @property
     def adds_float64(self) -> bool:
         """Whether kernels that sum up large tensors are as fast in float64 as in float32."""
+        return False
 
+    @abstractmethod
     def legalized(self, function: PrimFunc) -> PrimFunc:
         """Schedules a function that TVM legalized; no schedule changes a bit."""
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
         """The kernel of a pool's gradient; ``None``: keep the library's call."""
+        return None
 
     def lookup(self, plan: LookupPlan) -> PrimFunc | None:
         """The kernel of a row lookup; ``None``: keep the library's call."""
+        return None
 
     def scatter_sum(self, plan: ScatterPlan, length: int) -> PrimFunc | None:
         """The kernel that sums about ``length`` rows by index; ``None``: keep the library's call.
 
         Unless keys come sorted, its last result is memory for them."""
+        return None
 
     def sorts_before(self, plan: ScatterPlan, length: int) -> bool:
         """Whether to sort the keys before a scatter sum of about ``length`` rows."""
+        return False

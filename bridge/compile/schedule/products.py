@@ -11,9 +11,9 @@ Product policy: a backend's decisions about matrix products; layout choice asks 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from autodiff.extents import Dim, same, sample_of
 from bridge.artifact import written
@@ -93,8 +93,8 @@ class ProductShape:
 written(LayoutClass, ProductShape)
 
 
-class ProductPolicy(Protocol):
-    """A backend's choices for matrix products.
+class ProductPolicy(ABC):
+    """A backend's choices for matrix products; by default none is made here, and a product stays one.
 
     The algorithm of a product decides its bits. So it depends only on the product's class, for the lifetime of the
     process: a value that a backward recomputes has the forward's bits.
@@ -107,20 +107,24 @@ class ProductPolicy(Protocol):
         turns: whether a step's product with a transposed weight is as fast as with a copy made before the loop.
     """
 
-    keeps_order: bool
-    widened: frozenset[str]
-    packs: bool
-    turns: bool
+    keeps_order = False
+    widened: frozenset[str] = frozenset()
+    packs = False
+    turns = True
 
+    @abstractmethod
     def choose(self, product: ProductShape) -> str:
         """The algorithm of a product: the name of a library kernel, or :data:`GENERATED` and a blocking."""
 
     def made(self) -> tuple[tuple, ...]:
         """The choices made here that another process may make otherwise, as plain data."""
+        return ()
 
     def adopt(self, choices: Sequence[Sequence]) -> bool:
         """Adopts the choices of :meth:`made` of another process; returns whether none contradicts its own."""
+        return not choices
 
+    @abstractmethod
     def block(self, way: str, product: ProductShape) -> tuple[Dim, Dim]:
         """Rows and columns of the result that one task of a generated algorithm computes; changes no bit.
 
@@ -133,12 +137,15 @@ class ProductPolicy(Protocol):
         Args:
             is_step: in a step of a loop; ``is_carried``: the next step adds up the partials.
         """
+        return 1
 
     def unit(self, product: ProductShape) -> int:
         """The unit of which a product's extents along memory should be multiples, at the sample's sizes; 1: any."""
+        return 1
 
     def packing(self, way: str, product: ProductShape) -> Packing | None:
         """The packed form of an algorithm's ``b``; ``None`` if it is not packed."""
+        return None
 
 
 @dataclass(frozen=True)
