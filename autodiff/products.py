@@ -46,7 +46,7 @@ from autodiff.ir import (
 from autodiff.library import call
 from autodiff.typed import normalizer
 
-__all__ = ["fuse_bias_epilogues", "join_products", "share_sums", "simplify_transposes"]
+__all__ = ["concatenated", "fuse_bias_epilogues", "join_products", "share_sums", "simplify_transposes"]
 
 
 @on_functions
@@ -127,18 +127,18 @@ def _is_profitable_to_join(call: Call) -> bool:
 
 
 def _product(calls: Sequence[Call], element_type: str, scope: Scope) -> Call:
-    a = _concatenated([call.args[0] for call in calls], 1, scope)
-    b = _concatenated([call.args[1] for call in calls], 0, scope)
+    a = concatenated([call.args[0] for call in calls], 1, scope)
+    b = concatenated([call.args[1] for call in calls], 0, scope)
     return op.matmul(a, b, out_dtype=element_type)
 
 
-def _concatenated(matrices: Sequence[Expr], axis: int, scope: Scope) -> Var:
+def concatenated(matrices: Sequence[Expr], axis: int, scope: Scope, name: str = "joined") -> Var:
     """The matrices concatenated; transposes of matrices become one transpose of a concatenation."""
     sources = [scope.definition(matrix) for matrix in matrices]
     if all(op_name(source) == "relax.permute_dims" and permutation(source) == [1, 0] for source in sources):
-        joined = scope.emit(op.concat(Tuple([source.args[0] for source in sources]), axis=1 - axis), "joined")
-        return scope.emit(op.permute_dims(joined), "joined")
-    return scope.emit(op.concat(Tuple(list(matrices)), axis=axis), "joined")
+        joined = scope.emit(op.concat(Tuple([source.args[0] for source in sources]), axis=1 - axis), name)
+        return scope.emit(op.permute_dims(joined), name)
+    return scope.emit(op.concat(Tuple(list(matrices)), axis=axis), name)
 
 
 _ROWS = 256

@@ -102,6 +102,12 @@ def check_attention_mask(call: Call, active: Collection[Var]) -> str | None:
     return None
 
 
+def _channels_last(name: str, args: list[Expr], like: Expr, emit: Emit) -> Expr:
+    """The gradient of ``like`` by a library function whose result has channels last, with channels as second axis."""
+    behind = TensorType([shape(like)[axis] for axis in _TO_BACK], dtype(like))
+    return op.permute_dims(emit(library_call(name, args, behind)), list(_TO_FRONT))
+
+
 @library_gradient("library.convolution")
 def convolution(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx and dweight, each a library call of its own, so that one can be had without the other"""
@@ -118,10 +124,8 @@ def convolution_last(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None
     g = emit(op.permute_dims(g, list(_TO_FRONT)))
     grads: list[Expr] = []
     for name, args, of in (("input", [g, weight], x), ("weight", [g, x], weight)):
-        behind = TensorType([shape(of)[axis] for axis in _TO_BACK], dtype(of))
         args = [*args, ShapeExpr(shape(of)), *geometry]
-        grad = emit(library_call(f"convolution_last_backward_{name}", args, behind))
-        grads.append(op.permute_dims(grad, list(_TO_FRONT)))
+        grads.append(_channels_last(f"convolution_last_backward_{name}", args, of, emit))
     return grads + [None] * len(geometry)
 
 
@@ -141,9 +145,8 @@ def max_pool_last(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = zeros with g added at the positions of the maxima, channels last, seen with channels as the second axis"""
     x, *geometry = call.args
     grad, positions = (emit(op.permute_dims(emit(TupleGetItem(*each)), list(_TO_FRONT))) for each in ((g, 0), (y, 1)))
-    behind = TensorType([shape(x)[axis] for axis in _TO_BACK], dtype(x))
-    dx = emit(library_call("max_pool_last_backward", [grad, positions, ShapeExpr(shape(x)), *geometry], behind))
-    return [op.permute_dims(dx, list(_TO_FRONT))] + [None] * len(geometry)
+    dx = _channels_last("max_pool_last_backward", [grad, positions, ShapeExpr(shape(x)), *geometry], x, emit)
+    return [dx] + [None] * len(geometry)
 
 
 def _max_pool(name: str) -> None:
@@ -171,9 +174,8 @@ def _weighted_last(name: str) -> None:
         """dx as with channels first, computed with channels last and permuted back"""
         x, *options = call.args
         g = emit(op.permute_dims(g, list(_TO_FRONT)))
-        behind = TensorType([shape(x)[axis] for axis in _TO_BACK], dtype(x))
-        dx = emit(library_call(f"{name}_last_backward", [g, ShapeExpr(shape(x)), *options], behind))
-        return [op.permute_dims(dx, list(_TO_FRONT))] + [None] * len(options)
+        dx = _channels_last(f"{name}_last_backward", [g, ShapeExpr(shape(x)), *options], x, emit)
+        return [dx] + [None] * len(options)
 
 
 _max_pool("max_pool")

@@ -19,6 +19,7 @@ from autodiff.body import Binding, Body, BodyScope, const, on_functions
 from autodiff.extents import same, same_shape
 from autodiff.inference.split_static import hoist_static
 from autodiff.ir import Call, Expr, TensorType, Tuple, Var, dtype, library_name, numel, op_name, shape
+from autodiff.products import concatenated
 
 __all__ = ["fold_scales", "merge_products"]
 
@@ -231,7 +232,7 @@ def _merge(
 ) -> None:
     """Emits the merged product and makes the products slices of it, in place."""
     x = group[0].value.args[0]
-    weight = _side_by_side([each.value.args[1] for each in group], scope)
+    weight = concatenated([each.value.args[1] for each in group], 1, scope, "merged_weight")
     width = shape(weight)[1]
     made = scope.emit(op.matmul(x, weight, out_dtype=dtype(group[0].var)), "merged")
     ends = [_shifted(each, static, returned, body) for each in group]
@@ -265,12 +266,3 @@ def _shifted(product: Binding, static: set[Binding], returned: set[Binding], bod
         is_static = not isinstance(shift, Var) or body.binding(shift) in static
         return (user, shift) if fits and is_static else None
     return None
-
-
-def _side_by_side(weights: Sequence[Expr], scope: BodyScope) -> Expr:
-    """The matrices concatenated along the columns; transposes of matrices become one transpose of a concatenation."""
-    sources = [scope.definition(weight) for weight in weights]
-    if all(op_name(source) == "relax.permute_dims" for source in sources):
-        below = scope.emit(op.concat(Tuple([source.args[0] for source in sources]), axis=0), "merged_weight")
-        return scope.emit(op.permute_dims(below), "merged_weight")
-    return scope.emit(op.concat(Tuple(list(weights)), axis=1), "merged_weight")

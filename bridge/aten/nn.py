@@ -341,6 +341,13 @@ _ROWS = 32
 """The efficient kernel pads the rows of its logsumexp to a multiple of this."""
 
 
+def _scale(q, given):
+    """The factor of an attention's scores."""
+    if given is None:
+        numbers_only("attention", shape(q)[-1])
+    return shape(q)[-1] ** -0.5 if given is None else given
+
+
 @quirk(
     "F.scaled_dot_product_attention",
     reason="traced, the logsumexp of a CPU's kernel is float32 for inputs in float64",
@@ -352,9 +359,7 @@ def flash_attention(importer, node, q, k, v, dropout_p=0.0, is_causal=False, *, 
     if dropout_p:
         raise UnsupportedUse("flash attention with dropout")
     mask = [] if attn_mask is None else [attn_mask]
-    if scale is None:
-        numbers_only("attention", shape(q)[-1])
-        scale = shape(q)[-1] ** -0.5
+    scale = _scale(q, scale)
     args = [q, k, v, bool(mask), *mask, float(dropout_p), bool(is_causal), float(scale)]
     out, logsumexp = node.meta["val"]
     logsumexp = logsumexp.to(torch.promote_types(out.dtype, torch.float32))
@@ -390,9 +395,7 @@ def _is_formula(importer, node, rate):
 def _by_products(importer, node, q, k, v, mask, rate, is_causal, scale):
     """The kernel's formula. A row without a visible key is zero, and so are its gradients."""
     emit = importer.emit
-    if scale is None:
-        numbers_only("attention", shape(q)[-1])
-        scale = shape(q)[-1] ** -0.5
+    scale = _scale(q, scale)
     scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
     scores = emit(op.multiply(scores, const(float(scale), scores)))
     if mask is not None:
@@ -431,9 +434,7 @@ def cuda_cudnn(importer, node, q, k, v, mask, compute_log_sumexp, dropout_p=0.0,
 
 def _attention(importer, node, kernel, q, k, v, mask, dropout_p, is_causal, scale):
     """Output and logsumexp of one of CUDA's kernels; the trace reads none of its other results."""
-    if scale is None:
-        numbers_only("attention", shape(q)[-1])
-        scale = shape(q)[-1] ** -0.5
+    scale = _scale(q, scale)
     batch, heads, rows, _ = shape(q)
     sums = {"flash": (rows,), "efficient": (-(-rows // _ROWS) * _ROWS,), "cudnn": (rows, 1)}[kernel]
     out = TensorMetadata((batch, rows, heads, shape(v)[-1]), getattr(torch, dtype(q)))

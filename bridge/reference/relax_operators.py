@@ -51,8 +51,6 @@ def _elementwise() -> None:
     _means("nn.silu")(lambda call, shape, x: F.silu(x))
     _means("nn.gelu")(lambda call, shape, x: F.gelu(x))
     _means("nn.gelu_tanh")(lambda call, shape, x: F.gelu(x, approximate="tanh"))
-    _means("nn.leakyrelu")(lambda call, shape, x: F.leaky_relu(x, float(call.attrs.alpha)))
-    _means("nn.softplus")(lambda call, shape, x: F.softplus(x, float(call.attrs.beta), float(call.attrs.threshold)))
     pairs = {
         "add": torch.add,
         "subtract": torch.sub,
@@ -60,8 +58,6 @@ def _elementwise() -> None:
         "power": torch.pow,
         "maximum": torch.maximum,
         "minimum": torch.minimum,
-        "floor_divide": lambda a, b: torch.div(a, b, rounding_mode="floor"),
-        "floor_mod": torch.remainder,
         "equal": torch.eq,
         "not_equal": torch.ne,
         "less": torch.lt,
@@ -132,29 +128,15 @@ _means("mean")(_reduction(lambda x, axes: torch.mean(x, axes)))
 _means("prod")(_reduction(_product))
 _means("max")(_reduction(lambda x, axes: torch.amax(x, axes)))
 _means("min")(_reduction(lambda x, axes: torch.amin(x, axes)))
-_means("variance")(_reduction(lambda x, axes: torch.var(x, axes, correction=0)))
-_means("std")(_reduction(lambda x, axes: torch.std(x, axes, correction=0)))
 
 
-@_means("collapse_sum_to", "collapse_sum_like")
-def collapse_sum(call: Call, shape: Sequence[int], x: torch.Tensor, target: Any) -> torch.Tensor:
-    return x.sum_to_size(shape)
-
-
-def _scan(inclusive: Callable[..., torch.Tensor], neutral: int) -> Meaning:
-    def meaning(call: Call, shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-        axis = call.attrs.axis
-        x, dim = (x.reshape(-1), 0) if axis is None else (x, int(axis))
-        if call.attrs.exclusive:
-            first = torch.full_like(x.narrow(dim, 0, min(1, x.shape[dim])), neutral)
-            x = torch.cat([first, x.narrow(dim, 0, max(x.shape[dim] - 1, 0))], dim)
-        return inclusive(x, dim)
-
-    return meaning
-
-
-_means("cumsum")(_scan(torch.cumsum, 0))
-_means("cumprod")(_scan(torch.cumprod, 1))
+@_means("cumsum")
+def cumsum(call: Call, shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+    x, dim = (x.reshape(-1), 0) if call.attrs.axis is None else (x, int(call.attrs.axis))
+    if call.attrs.exclusive:
+        first = torch.zeros_like(x.narrow(dim, 0, min(1, x.shape[dim])))
+        x = torch.cat([first, x.narrow(dim, 0, max(x.shape[dim] - 1, 0))], dim)
+    return torch.cumsum(x, dim)
 
 
 @_means("matmul")
@@ -180,12 +162,6 @@ def layer_norm(call: Call, shape: Sequence[int], x: torch.Tensor, weight: Any, b
     y = centred * torch.rsqrt(centred.square().mean(axes, keepdim=True) + float(call.attrs.epsilon))
     y = y * weight if call.attrs.scale else y
     return y + bias if call.attrs.center else y
-
-
-@_means("nn.rms_norm")
-def rms_norm(call: Call, shape: Sequence[int], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    axes = [int(axis) % x.dim() for axis in call.attrs.axes]
-    return x * torch.rsqrt(x.square().mean(axes, keepdim=True) + float(call.attrs.epsilon)) * weight
 
 
 @_means("reshape", "expand_dims", "squeeze", "flatten", "nn.batch_flatten")
@@ -239,13 +215,6 @@ def flip(call: Call, shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
     return torch.flip(x, [int(call.attrs.axis)])
 
 
-@_means("take")
-def take(call: Call, shape: Sequence[int], x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    axis = call.attrs.axis
-    x, dim = (x.reshape(-1), 0) if axis is None else (x, int(axis))
-    return torch.index_select(x, dim, index.reshape(-1).long()).reshape(shape)
-
-
 @_means("gather_elements")
 def gather_elements(call: Call, shape: Sequence[int], x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.gather(x, int(call.attrs.axis), index.long())
@@ -275,13 +244,3 @@ _means("full", "full_like")(lambda call, shape, like, number: _filled(call, shap
 @_means("arange")
 def arange(call: Call, shape: Sequence[int], start: float, stop: float, step: float) -> torch.Tensor:
     return torch.arange(start, stop, step, dtype=getattr(torch, str(call.ty.dtype)), device=current_device())
-
-
-@_means("tril")
-def tril(call: Call, shape: Sequence[int], x: torch.Tensor, k: int) -> torch.Tensor:
-    return torch.tril(x, int(k))
-
-
-@_means("triu")
-def triu(call: Call, shape: Sequence[int], x: torch.Tensor, k: int) -> torch.Tensor:
-    return torch.triu(x, int(k))

@@ -38,18 +38,7 @@ class _RowKernel:
     def __init__(self, plan: RowPlan) -> None:
         self.plan = plan
         self.number = LaunchArguments(plan.arguments, plan.index_type)
-        inputs = [self._buffer(dtype, f"in{index}") for index, dtype in enumerate(plan.inputs)]
-        outputs = {node: self._buffer(plan.nodes[node].dtype, f"out{i}") for i, node in enumerate(plan.outputs)}
-        reduced = enumerate(plan.column_reductions)
-        partial = {node: self._buffer(compute_type(plan.nodes[node].dtype), f"partial{i}") for i, node in reduced}
-        cached: dict[int, Buffer] = {}
-        if plan.buffer_row is not None:
-            kept = enumerate(plan.cached)
-            cached = {node: self._buffer(compute_type(plan.nodes[node].dtype), f"row{i}") for i, node in kept}
-        self.buffers = KernelBuffers(inputs, outputs, partial, cached)
-
-    def _buffer(self, dtype: str, name: str) -> Buffer:
-        return flat_buffer(dtype, name, self.plan.index_type)
+        self.buffers = KernelBuffers.of(plan)
 
     def build(self) -> PrimFunc:
         plan, buffers = self.plan, self.buffers
@@ -60,8 +49,7 @@ class _RowKernel:
             scope = RowScope(plan, buffers, self.number, self.number(0), tail=True)
             row = emit_row(scope, self.number(0))
             body += [*scope.allocations, row]
-        scratch = (*buffers.partial.values(), *buffers.cached.values())
-        tensors = (*buffers.inputs, *buffers.outputs.values(), *scratch)
+        tensors = (*buffers.inputs, *buffers.outputs.values(), *buffers.scratch)
         return loop_function([*tensors, *self.number.params], sequence([*self.number.stmts, *body]))
 
     def _tasks(self) -> Stmt:
@@ -69,11 +57,7 @@ class _RowKernel:
         if walk.task_rows is None:
             return sequence(self._rows(number(0), number(0), number(walk.rows)))
         task = Var("task", self.plan.index_type)
-        chunk = tirx.truncmod(task, number(walk.chunks)) if walk.batched else task
-        begin = chunk * number(walk.task_rows)
-        count = tirx.min(number(walk.task_rows), number(walk.rows) - begin)
-        if walk.batched:
-            begin = tirx.truncdiv(task, number(walk.chunks)) * number(walk.rows) + begin
+        begin, count = walk.rows_of(task, number)
         kind = ForKind.PARALLEL if walk.parallel else ForKind.SERIAL
         tasks = For(task, number(0), number(walk.tasks), kind, sequence(self._rows(task, begin, count)))
         return if_profitable(number, walk.parallel, tasks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Shuffle, Stmt, Var
@@ -211,20 +212,7 @@ class VectorStep(PassStep):
 
 def emit_row(scope: RowScope, row: Expr) -> Stmt:
     """The code of a row; adds the row's buffers to ``scope.allocations``."""
-    scope.start(row)
-    stmts: list[Stmt] = []
-    for index, row_pass in enumerate(scope.plan.passes):
-        scope.per_row_values(index)
-        stmts += _taken(scope.head)
-        stmts += _pass(scope, index, row_pass) if row_pass else []
-    scope.per_row_values(len(scope.plan.passes))
-    return sequence(stmts + scope.head.stmts)
-
-
-def _taken(e: Emitter) -> list[Stmt]:
-    """Removes and returns the statements emitted so far."""
-    stmts, e.stmts = e.stmts, []
-    return stmts
+    return sequence(scope.code(row, partial(_pass, scope)))
 
 
 def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
@@ -248,10 +236,10 @@ def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
         return [*loops, *(along(part, outer, sections) for part in tail)]
 
     loops = sequence(_column_loops(scope, [], [], vectors))
-    hoisted = _taken(scope.head)  # per-row loads of the steps
+    hoisted = scope.taken()  # per-row loads of the steps
     for node in rows:
         _finish(scope, node, accumulators, max(widths))
-    return [*start, *hoisted, loops, *_taken(scope.head)]
+    return [*start, *hoisted, loops, *scope.taken()]
 
 
 def _steps(scope: RowScope, widths: Sequence[int]) -> tuple[list[VectorLoop], list[VectorLoop]]:

@@ -32,6 +32,7 @@ from bridge.compile.cuda.build import (
 )
 from bridge.compile.cuda.columns import generate_columns, second_stage_columns
 from bridge.compile.cuda.elements import elements, lookup, pool_gradient
+from bridge.compile.cuda.emitter import storage_type
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.limits import FLOAT64_ARCHITECTURES, LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version, warm_up
@@ -39,7 +40,6 @@ from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
 from bridge.compile.cuda.row import row_launch, rows
 from bridge.compile.cuda.scatter import scatter, sorts
-from bridge.compile.cuda.step import kernel_buffers
 from bridge.compile.loop_ir.operations import LookupPlan, PoolPlan, ProductPlan, ScatterPlan
 from bridge.compile.runtime.build import build_kernels, in_background
 from bridge.compile.runtime.kernel_store import kept_kernels
@@ -48,7 +48,7 @@ from bridge.compile.schedule.horizontal_fusion import HorizontalFusionPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.products import ColumnPlan
-from bridge.compile.schedule.row_plan import RowPlan
+from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
 __all__ = ["CudaBackend", "architecture", "generate", "generate_apart", "scheduled"]
 
@@ -62,11 +62,10 @@ def generate(plan: RowPlan | ColumnPlan | HorizontalFusionPlan, plain: bool = Fa
         return generate_columns(plan)
     if isinstance(plan, HorizontalFusionPlan):
         return _generate_fused(plan)
-    number, buffers = LaunchArguments(plan.arguments, plan.index_type), kernel_buffers(plan)
+    number, buffers = LaunchArguments(plan.arguments, plan.index_type), KernelBuffers.of(plan, storage_type)
     reduces = any(node.reduces for node in plan.nodes)
     launches = rows(plan, buffers, number, plain) if reduces else elements([(plan, buffers, number)])
-    scratch = (*buffers.partial.values(), *buffers.cached.values())
-    tensors = (*buffers.inputs, *buffers.outputs.values(), *scratch)
+    tensors = (*buffers.inputs, *buffers.outputs.values(), *buffers.scratch)
     return loop_function([*tensors, *number.params], sequence([*number.stmts, *launches]))
 
 
@@ -76,15 +75,14 @@ def generate_apart(plan: RowPlan, plain: bool = False) -> tuple[PrimFunc, PrimFu
     Parameters of the first: inputs, results of rows, scratch memory, the launch's integers; of the second: partial sums
     in that scratch memory, the sums, the integers. ``plain``: see :func:`generate`.
     """
-    buffers = kernel_buffers(plan)
+    buffers = KernelBuffers.of(plan, storage_type)
     parts, sums = ([each[node] for node in plan.finished] for each in (buffers.partial, buffers.outputs))
     if not sums:
         return None
     rest = [buffer for node, buffer in buffers.outputs.items() if node not in plan.finished]
-    scratch = (*buffers.partial.values(), *buffers.cached.values())
     number = LaunchArguments(plan.arguments, plan.index_type)
     launch = row_launch(plan, buffers, number, plain)
-    first = loop_function([*buffers.inputs, *rest, *scratch, *number.params], sequence([*number.stmts, launch]))
+    first = loop_function([*buffers.inputs, *rest, *buffers.scratch, *number.params], sequence([*number.stmts, launch]))
     number = LaunchArguments(plan.arguments, plan.index_type)
     finish = second_stage_columns(plan, buffers, number)
     return first, loop_function([*parts, *sums, *number.params], sequence([*number.stmts, finish]))
@@ -94,7 +92,7 @@ def _generate_fused(plan: HorizontalFusionPlan) -> PrimFunc:
     number = LaunchArguments(plan.arguments, plan.index_type)
     parts, first = [], 0
     for index, each in enumerate(plan.plans):
-        parts.append((each, kernel_buffers(each, f"_{index}"), number.part(first, each.arguments)))
+        parts.append((each, KernelBuffers.of(each, storage_type, f"_{index}"), number.part(first, each.arguments)))
         first += each.arguments
     inputs = [buffer for _, buffers, _ in parts for buffer in buffers.inputs]
     outputs = [buffer for _, buffers, _ in parts for buffer in buffers.outputs.values()]

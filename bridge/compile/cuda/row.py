@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
@@ -178,14 +179,7 @@ def _widest(plan: RowPlan) -> int:
 
 def emit_row(scope: ThreadScope, form: RowVariant, team: Team, row: Expr) -> list[Stmt]:
     """The code of one row; every thread of the group computes the per-row values."""
-    scope.start(row)
-    stmts: list[Stmt] = []
-    for index, row_pass in enumerate(scope.plan.passes):
-        scope.per_row_values(index)
-        stmts += scope.taken()
-        stmts += _pass(scope, form, team, index, row_pass) if row_pass else []
-    scope.per_row_values(len(scope.plan.passes))
-    return stmts + scope.taken()
+    return scope.code(row, partial(_pass, scope, form, team))
 
 
 def _pass(scope: ThreadScope, form: RowVariant, team: Team, index: int, row_pass: RowPass) -> list[Stmt]:
@@ -426,11 +420,7 @@ class _Rows:
         team, scope = self._team(group, thread)
         begin, count = number(0), number(walk.rows)
         if walk.task_rows is not None:
-            chunk = tirx.truncmod(task, number(walk.chunks)) if walk.batched else task
-            begin = chunk * number(walk.task_rows)
-            count = tirx.min(number(walk.task_rows), number(walk.rows) - begin)
-            if walk.batched:
-                begin = tirx.truncdiv(task, number(walk.chunks)) * number(walk.rows) + begin
+            begin, count = walk.rows_of(task, number)
             begin, count = names.name_index(begin, "begin"), names.name_index(count, "count")
         allocations = self._keep(scope, task)
         turn = Var("turn", self.plan.index_type)

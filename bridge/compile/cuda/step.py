@@ -20,7 +20,7 @@ from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.philox import IN_A_ROW, NUMBERS, is_kept, numbers_of, place
 from bridge.compile.codegen.pointwise import MASKS, combine
-from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, sequence
+from bridge.compile.codegen.tir import LaunchArguments, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type, vector_at
 from bridge.compile.cuda.limits import ACCESS_BYTES
 from bridge.compile.loop_ir.operations import Access
@@ -36,7 +36,6 @@ from bridge.compile.schedule.row_plan import (
 )
 
 __all__ = ["RowBuffer", "ThreadScope", "ThreadStep", "column_steps", "drawn_vector", "is_at_multiples"]
-__all__ += ["kernel_buffers"]
 
 
 @dataclass(frozen=True)
@@ -82,27 +81,6 @@ class ThreadScope(RowValues):
     def if_valid(self, stmt: Stmt) -> Stmt:
         """Guards a statement against repetitions of a row."""
         return stmt if self.valid is None else IfThenElse(self.valid, stmt, None)
-
-    def taken(self) -> list[Stmt]:
-        """Removes and returns the head's statements emitted so far."""
-        stmts, self.head.stmts = self.head.stmts, []
-        return stmts
-
-
-def kernel_buffers(plan: RowPlan, suffix: str = "") -> KernelBuffers:
-    """The kernel's memory, in the order of its parameters; ``suffix``: of their names."""
-
-    def buffer(dtype: str, name: str) -> Buffer:
-        return flat_buffer(storage_type(dtype), name + suffix, plan.index_type)
-
-    nodes = plan.nodes
-    cached = enumerate(plan.cached if plan.buffer_row is not None else ())
-    return KernelBuffers(
-        [buffer(dtype, f"in{index}") for index, dtype in enumerate(plan.inputs)],
-        {node: buffer(nodes[node].dtype, f"out{i}") for i, node in enumerate(plan.outputs)},
-        {node: buffer(compute_type(nodes[node].dtype), f"partial{i}") for i, node in enumerate(plan.column_reductions)},
-        {node: buffer(compute_type(nodes[node].dtype), f"row{i}") for i, node in cached},
-    )
 
 
 def is_at_multiples(access: Access, count: int) -> bool:

@@ -22,6 +22,7 @@ Dead code elimination: a graph → its nodes that the results need.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -46,7 +47,7 @@ __all__ = [
     "Node",
 ]
 __all__ += ["OneOperand", "OneOut", "Operand", "Pad", "Pointwise", "Positions", "Product", "Reduction", "Result"]
-__all__ += ["Scalar", "Shaped", "Value", "eliminate_dead_code", "is_turned", "needed", "whole"]
+__all__ += ["Scalar", "Shaped", "Value", "eliminate_dead_code", "is_turned", "needed", "readers_of", "whole"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,6 +265,16 @@ def needed(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
             found.append(node)
             values.update(operand.value for operand in node.operands if isinstance(operand, Operand))
     return found[::-1]
+
+
+def readers_of(nodes: Iterable[Node | LayoutAgnostic]) -> dict[Value, list[Node | LayoutAgnostic]]:
+    """The nodes that read each value, once per operand."""
+    readers = defaultdict(list)
+    for node in nodes:
+        for operand in node.operands:
+            if isinstance(operand, Operand):
+                readers[operand.value].append(node)
+    return readers
 
 
 @dataclass(frozen=True, eq=False)

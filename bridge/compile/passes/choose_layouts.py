@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autodiff.extents import Dim, Extent, same, sample_of
@@ -48,6 +48,7 @@ from bridge.compile.loop_ir.graph import (
     Scalar,
     Shaped,
     Value,
+    readers_of,
     whole,
 )
 from bridge.compile.loop_ir.views import View, alike, dense, expand, inverse, is_dense, permute
@@ -129,7 +130,7 @@ def choose_layouts(
     every step, for a loop's body.
     """
     same, steady = (frozenset(graph.params[len(graph.params) - count :]) for count in (constants, lasting))
-    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes), same, steady), orders or {})
+    walk = _Walk(rules, ProductChoice(products, readers_of(graph.nodes), same, steady), orders or {})
     walk.gradients.update(graph.params[len(graph.params) - grad_outs :])
     for node in graph.nodes:
         walk.add(node)
@@ -151,15 +152,6 @@ def _soon(nodes: Sequence[Node], copies: Collection[Node]) -> list[Node]:
         if node not in moved:
             found += [node, *(copy for out in node.outs for copy in behind.get(out, ()))]
     return found
-
-
-def _readers(nodes: Iterable[Node | LayoutAgnostic]) -> dict[Value, list[Node | LayoutAgnostic]]:
-    readers = defaultdict(list)
-    for node in nodes:
-        for operand in node.operands:
-            if isinstance(operand, Operand):
-                readers[operand.value].append(node)
-    return readers
 
 
 class _Walk:

@@ -19,7 +19,7 @@ gradients of autocast's weights and biases are more exact than eager's; a forwar
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -41,6 +41,7 @@ from bridge.compile.loop_ir.graph import (
     Value,
     eliminate_dead_code,
     is_turned,
+    readers_of,
     whole,
 )
 from bridge.compile.loop_ir.views import alike, is_dense
@@ -57,16 +58,12 @@ def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: 
         is_step: the graph is a loop's body: split only if a consumer's kernel can make the sum. Elsewhere the shape
             alone decides, so that a backward that recomputes a product gets the same numbers.
     """
-    readers: defaultdict[Value, list[Node | LayoutAgnostic]] = defaultdict(list)
-    for node in graph.nodes:
-        for operand in node.operands:
-            if isinstance(operand, Operand):
-                readers[operand.value].append(node)
+    readers = readers_of(graph.nodes)
     turned = {node.out for node in graph.nodes if isinstance(node, Shaped) and is_turned(node)}
     nodes: list[Node | LayoutAgnostic] = []
     for node in graph.nodes:
         count = _count(node, parts, turned) if isinstance(node, MatMul) and node.bias is None else 1
-        if count == 1 or (is_step and not _is_added_up_by_readers(readers[node.out])):
+        if count == 1 or (is_step and not _is_added_up_by_readers(readers.get(node.out, ()))):
             nodes.append(node)
         else:
             nodes += _split(node, count)

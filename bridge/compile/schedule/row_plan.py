@@ -23,7 +23,7 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Stmt
 
 from bridge.compile.codegen.emit import Emitter, element_type
 from bridge.compile.codegen.pointwise import RULES, compute_type
-from bridge.compile.codegen.tir import LaunchArguments, converted, rounded, sequence
+from bridge.compile.codegen.tir import LaunchArguments, converted, flat_buffer, rounded, sequence
 from bridge.compile.loop_ir.operations import Access, Argument, Number, Term
 
 __all__ = ["Compute", "Index", "InputElement", "KernelBuffers", "Literal", "NodeElement", "Operand", "PassStep"]
@@ -139,6 +139,15 @@ class Walk:
     vectors: Argument | None = None
     tail: tuple[Argument, Argument] | None = None
 
+    def rows_of(self, task: Expr, number: LaunchArguments) -> tuple[Expr, Expr]:
+        """The first row of a task, and the number of its rows."""
+        chunk = tirx.truncmod(task, number(self.chunks)) if self.batched else task
+        begin = chunk * number(self.task_rows)
+        count = tirx.min(number(self.task_rows), number(self.rows) - begin)
+        if self.batched:
+            begin = tirx.truncdiv(task, number(self.chunks)) * number(self.rows) + begin
+        return begin, count
+
 
 @dataclass(frozen=True)
 class RowPlan:
@@ -225,6 +234,27 @@ class KernelBuffers:
     partial: Mapping[int, Buffer]
     cached: Mapping[int, Buffer]
 
+    @classmethod
+    def of(cls, plan: RowPlan, stored: Callable[[str], str] = str, suffix: str = "") -> KernelBuffers:
+        """A plan's memory; ``stored``: element type → its type in memory, ``suffix``: of the buffers' names."""
+
+        def buffer(dtype: str, name: str) -> Buffer:
+            return flat_buffer(stored(dtype), name + suffix, plan.index_type)
+
+        types = [each.dtype for each in plan.nodes]
+        partial, cached = plan.column_reductions, plan.cached if plan.buffer_row is not None else ()
+        return cls(
+            [buffer(dtype, f"in{i}") for i, dtype in enumerate(plan.inputs)],
+            {node: buffer(types[node], f"out{i}") for i, node in enumerate(plan.outputs)},
+            {node: buffer(compute_type(types[node]), f"partial{i}") for i, node in enumerate(partial)},
+            {node: buffer(compute_type(types[node]), f"row{i}") for i, node in enumerate(cached)},
+        )
+
+    @property
+    def scratch(self) -> tuple[Buffer, ...]:
+        """Partials and row buffers, as parameters."""
+        return *self.partial.values(), *self.cached.values()
+
 
 class RowValues:
     """Target-independent emission state of one row.
@@ -270,6 +300,22 @@ class RowValues:
         zero = tirx.const(0, str(buffer.dtype))
         zeros = [BufferStore(buffer, zero, [first + number(place)]) for place in range(count)]
         return [IfThenElse(tirx.GE(position + number(lanes), number(self.plan.length)), sequence(zeros), None)]
+
+    def code(self, row: Expr, emit_pass: Callable[[int, RowPass], list[Stmt]]) -> list[Stmt]:
+        """The code of one row: the per-row values and each pass, in order."""
+        self.start(row)
+        stmts: list[Stmt] = []
+        for index, row_pass in enumerate(self.plan.passes):
+            self.per_row_values(index)
+            stmts += self.taken()
+            stmts += emit_pass(index, row_pass) if row_pass else []
+        self.per_row_values(len(self.plan.passes))
+        return stmts + self.taken()
+
+    def taken(self) -> list[Stmt]:
+        """Removes and returns the head's statements emitted so far."""
+        stmts, self.head.stmts = self.head.stmts, []
+        return stmts
 
     def per_row_values(self, level: int) -> None:
         """Computes the per-row values that wait for at most ``level`` reductions; stores results."""
