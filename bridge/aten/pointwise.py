@@ -188,22 +188,21 @@ def pow_tensor(importer, node, x, y):
     return importer.emit(op.power(*importer.operands(node, x, y)))
 
 
-@converts(aten.maximum.default)
-def maximum(importer, node, x, y):
-    x, y = importer.operands(node, x, y)
-    return importer.emit((op.logical_or if dtype(x) == "bool" else op.maximum)(x, y))
+_LARGER, _SMALLER = (op.logical_or, op.maximum), (op.logical_and, op.minimum)
+"""The larger and the smaller of two operands: of bools, of numbers."""
 
 
-@converts(aten.minimum.default)
-def minimum(importer, node, x, y):
+@converts(aten.maximum.default, aten.minimum.default)
+def extremum(importer, node, x, y):
+    of_bools, make = _LARGER if node.target in (aten.maximum.default, aten.fmax.default) else _SMALLER
     x, y = importer.operands(node, x, y)
-    return importer.emit((op.logical_and if dtype(x) == "bool" else op.minimum)(x, y))
+    return importer.emit((of_bools if dtype(x) == "bool" else make)(x, y))
 
 
 @converts(aten.fmax.default, aten.fmin.default)
 def fmax(importer, node, x, y):
     if not importer.out(node).is_floating_point():
-        return (maximum if node.target is aten.fmax.default else minimum)(importer, node, x, y)
+        return extremum(importer, node, x, y)
     if not fmax_prefers_first():
         return whole(importer, node, x, y)
     x, y = importer.operands(node, x, y)

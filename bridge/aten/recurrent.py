@@ -32,8 +32,7 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
 from bridge.capture import LOOP_MARKS, PACKED_LAYERS, RECURRENT_LAYERS, TensorMetadata
 
-__all__ = ["first", "last", "looped_layer", "part", "recurrent_layer", "steps"]
-__all__ += ["whole_layers"]
+__all__ = ["looped_layer", "mark", "recurrent_layer", "whole_layers"]
 
 op = relax.op
 
@@ -280,24 +279,11 @@ def _row(importer: Any, state: Expr, index: int) -> Expr:
     return importer.reshape(state, rest)
 
 
-_FIRST, _PART, _LAST, _STEPS = LOOP_MARKS
+_MARKS = dict(zip(LOOP_MARKS, ("loop_first", "loop_part", "loop_last", "loop_steps"), strict=True))
 
 
-@converts(_FIRST)
-def first(importer, node, value, sources, loop, place, length, reverse):
-    return importer.library("loop_first", [value, loop, place, length, reverse], importer.out(node))
-
-
-@converts(_PART)
-def part(importer, node, whole, loop, place):
-    return importer.library("loop_part", [whole, loop, place], importer.out(node))
-
-
-@converts(_LAST)
-def last(importer, node, value, loop, place):
-    return importer.library("loop_last", [value, loop, place], importer.out(node))
-
-
-@converts(_STEPS)
-def steps(importer, node, value, loop, place, length):
-    return importer.library("loop_steps", [value, loop, place, length], importer.out(node))
+@converts(*_MARKS)
+def mark(importer, node, value, *numbers):
+    """The library call of a mark; the sources of a first carry are dropped."""
+    name = _MARKS[node.target]
+    return importer.library(name, [value, *(numbers[1:] if name == "loop_first" else numbers)], importer.out(node))

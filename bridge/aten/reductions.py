@@ -67,18 +67,12 @@ def mean(importer, node, x, dims=None, keepdim=False, *, dtype=None):
     return reduce(importer, op.mean, x, dims, keepdim)
 
 
-@converts(aten.amax.default)
-def amax(importer, node, x, dims=(), keepdim=False):
+@converts(aten.amax.default, aten.amin.default)
+def extremum(importer, node, x, dims=(), keepdim=False):
+    make, of_bools = (op.max, any_) if node.target is aten.amax.default else (op.min, all_)
     if dtype(x) == "bool":
-        return any_(importer, node, x, dims, keepdim)
-    return reduce(importer, op.max, x, dims, keepdim)
-
-
-@converts(aten.amin.default)
-def amin(importer, node, x, dims=(), keepdim=False):
-    if dtype(x) == "bool":
-        return all_(importer, node, x, dims, keepdim)
-    return reduce(importer, op.min, x, dims, keepdim)
+        return of_bools(importer, node, x, dims, keepdim)
+    return reduce(importer, make, x, dims, keepdim)
 
 
 @converts(aten.any.dim, aten.any.dims, aten.any.default, aten._is_any_true.default)

@@ -29,13 +29,11 @@ __all__ = ["is_size", "size"]
 op = relax.op
 
 
-@converts(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view_copy.default)
-def view(importer, node, x, size):
-    return importer.reshape(x, importer.out(node).shape)
-
-
-@converts(aten.squeeze.dims, aten.squeeze.dim, aten.squeeze.default, aten.unsqueeze.default)
-def squeeze(importer, node, x, *dims):
+@converts(
+    *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view_copy.default),
+    *(aten.squeeze.dims, aten.squeeze.dim, aten.squeeze.default, aten.unsqueeze.default),
+)
+def view(importer, node, x, *target):
     return importer.reshape(x, importer.out(node).shape)
 
 
@@ -239,27 +237,19 @@ def scalar_tensor(importer, node, value, **layout):
     return importer.constant(value, importer.out_dtype(node))
 
 
-@converts(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+@converts(
+    *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default),
+    *(aten.empty.memory_format, aten.empty_permuted.default, aten.empty_strided.default, aten.empty_like.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+)
 def zeros(importer, node, *args, **layout):
+    """Also for eager's uninitialized memory: any value is right, this one is reproducible."""
     return importer.filled(importer.out(node), 0)
 
 
 @converts(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 def ones(importer, node, *args, **layout):
     return importer.filled(importer.out(node), 1)
-
-
-@converts(
-    aten.empty.memory_format,
-    aten.empty_permuted.default,
-    aten.empty_strided.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-)
-def empty(importer, node, *args, **layout):
-    # eager's memory is uninitialized: any value is right, this one is reproducible
-    return importer.filled(importer.out(node), 0)
 
 
 @converts(aten.arange.start_step, aten.arange.start, aten.arange.default)

@@ -120,7 +120,7 @@ def stored_or_built(
     if made_for is None or texts is None:
         return libraries.build(functions, loops)
     keys = {name: of_this_package(_KERNEL, backend, made_for, loops, text) for name, text in texts.items()}
-    found = KeptFunctions(_stored(store, keys, libraries))
+    found = KeptFunctions(_stored(store, _entries(store, keys), keys, libraries))
     if len(found) < len(keys):  # a process that is writing them writes the library first
         found.update(_of_library(store, key_of(_LIBRARY, sorted(keys.values())), keys, libraries) or {})
     found.keys_on_disk = keys
@@ -152,23 +152,13 @@ def kept_kernels(
 ) -> Mapping[str, tuple[Built, Callable[[], PrimFunc]]] | None:
     """Kernels by their keys in the disk cache, see :meth:`bridge.compile.backend.Backend.kept`."""
     store = current_store()
-    texts: dict[str, bytes] = {}
-    at: dict[str, dict[str, str]] = {}
-    for name, key in keys.items():
-        entry = store.get(_KERNEL, key)
-        if entry is None:
-            return None
-        texts[name] = entry.parts["function"]
-        at.setdefault(entry.parts["library"].decode(), {})[name] = key
-    found: dict[str, tvm_ffi.Function] = {}
-    for group, names in at.items():
-        found.update(_of_library(store, group, names, libraries) or {})
-    if found.keys() != keys.keys():
+    entries = _entries(store, keys)
+    if len(entries) < len(keys) or len(found := _stored(store, entries, keys, libraries)) < len(keys):
         return None
     inside = _Loaded(tuple(found.values()))
     return {
         name: (Built(lambda code=found[name]: code, inside, lambda key=keys[name]: key), partial(_function, text))
-        for name, text in texts.items()
+        for name, text in ((name, entry.parts["function"]) for name, entry in entries.items())
     }
 
 
@@ -186,14 +176,19 @@ def _function(text: bytes) -> PrimFunc:
     return func
 
 
-def _stored(store: Store, keys: Mapping[str, str], libraries: Libraries) -> dict[str, Any]:
-    """The functions that the store has, from any libraries."""
+def _entries(store: Store, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The store's entries of kernels, by name, as far as there are any."""
+    return {name: entry for name, key in keys.items() if (entry := store.get(_KERNEL, key)) is not None}
+
+
+def _stored(
+    store: Store, entries: Mapping[str, Any], keys: Mapping[str, str], libraries: Libraries
+) -> dict[str, tvm_ffi.Function]:
+    """The functions of entries, from any libraries that can be loaded."""
     at: dict[str, dict[str, str]] = {}
-    for name, key in keys.items():
-        entry = store.get(_KERNEL, key)
-        if entry is not None:
-            at.setdefault(entry.parts["library"].decode(), {})[name] = key
-    found: dict[str, Any] = {}
+    for name, entry in entries.items():
+        at.setdefault(entry.parts["library"].decode(), {})[name] = keys[name]
+    found: dict[str, tvm_ffi.Function] = {}
     for group, names in at.items():
         found.update(_of_library(store, group, names, libraries) or {})
     return found
