@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.errors import Unsupported, user_line
@@ -20,7 +22,7 @@ from bridge.base.torch_internals import (
 from bridge.capture.rows import memory_of
 
 __all__ = ["DRAWS_ANEW", "CheckpointedReads", "SavedMemory", "SavedTensorsNeededError"]
-__all__ += ["draws_anew", "use_of_autograd", "written_and_read"]
+__all__ += ["draws_anew", "saved_here", "saved_unseen", "use_of_autograd", "written_and_read"]
 
 _HOOKS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 _ELSEWHERE = "do it around the call, in the training loop"
@@ -110,14 +112,42 @@ class SavedTensorsNeededError(RuntimeError):
     """Autograd needs a saved tensor in a run without saved tensors: forward runs a backward."""
 
 
+def saved_unseen() -> AbstractContextManager:
+    """While active, no hooks around see the tensors that autograd saves."""
+    return graph.saved_tensors_hooks(_itself, _itself)
+
+
+def saved_here() -> AbstractContextManager:
+    """While active, hides tensors that autograd saves from a checkpoint around the call, which would count them."""
+    return nullcontext() if saved_tensors_hooks() is None else saved_unseen()
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 class SavedMemory:
-    """The tensors that eager's autograd saves, by memory and layout; ``is_all``: every tensor counts as saved."""
+    """The tensors that eager's autograd saves, by memory and layout.
+
+    Attributes:
+        is_all: whether every tensor counts as saved, and autograd saves them.
+        is_needed: whether autograd has needed one that it has not saved.
+    """
 
     def __init__(self, is_all: bool) -> None:
+        self.is_needed = False
         self.is_all, self._looks = is_all, dict[int, tuple[StorageWeakRef, set[tuple]]]()
         self._held: dict[int, weakref.ref] = {}
 
-    def note(self, tensor: torch.Tensor) -> None:
+    def noted(self) -> AbstractContextManager:
+        """While active, notes the tensors that autograd saves, which it does not save then, or sees none."""
+        return saved_here() if self.is_all else graph.saved_tensors_hooks(self._note, self._unpack)
+
+    def _unpack(self, saved: None) -> torch.Tensor:
+        self.is_needed = True
+        raise SavedTensorsNeededError
+
+    def _note(self, tensor: torch.Tensor) -> None:
         memory = memory_of(tensor)
         if memory is not None:
             if memory not in self._looks:  # the reference keeps the id from being reused

@@ -210,7 +210,7 @@ class CustomFunctions:
         with while_active(_thread, inside=inside), ctx:
             FUNCTION(number)
             copies |= {place: args[place].clone() for place in returned & followed.keys()}
-            inside.copies = {storage_id(each) for each in copies.values()}
+            inside.copies = frozenset(map(storage_id, copies.values()))
             inside.runs_forward, start, first = True, len(self._record.rows), len(self._record.forms)
             made = apply_function(ctx.kind, tuple(copies.get(place, arg) for place, arg in enumerate(args)), kwargs)
             inside.runs_forward = False
@@ -417,6 +417,7 @@ def backward_running() -> Inside | None:
     return inside if inside is not None and inside.runs_backward else None
 
 
+@dataclass
 class Inside:
     """State inside a Function, where grad modes have no effect on the graph, because autograd tracks nothing.
 
@@ -429,10 +430,11 @@ class Inside:
         sets_modes: whether forward enables grad, or backward sets it or applies a Function (for second derivatives).
     """
 
-    def __init__(self) -> None:
-        self.sets_modes = self.runs_forward = self.runs_backward = False
-        self.unheld: str | None = None
-        self.copies: set[int] = set()
+    runs_forward: bool = False
+    runs_backward: bool = False
+    unheld: str | None = None
+    copies: frozenset[int] = frozenset()
+    sets_modes: bool = False
 
     def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls a torch function by ``call(func, args, kwargs)`` → its result; notes changes of grad mode."""

@@ -24,13 +24,14 @@ from bridge.base.torch_distributed import of_local
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python_kernels, pytree
 from bridge.base.torch_shapes import SYMBOLIC, fake_results_not_kept, hint, size_environment
+from bridge.capture.autograd_uses import saved_here
 from bridge.capture.counted_dims import CountedDims, integers_as_symbols
 from bridge.capture.custom_functions import CustomFunctions
 from bridge.capture.distributed import distributed_of
 from bridge.capture.functions import Functions
 from bridge.capture.outputs import values_of, with_wholes
 from bridge.capture.prepared_twin import PreparedTwin, attributes_of, own_leaves, paths_of, with_attributes
-from bridge.capture.real_run import RealRun, saved_here
+from bridge.capture.real_run import RealRun
 from bridge.capture.recorder import OperatorRecorder
 from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, renamed, values_in
 from bridge.capture.sample import ALL_COUNTS, DynamicDim

@@ -15,7 +15,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.devices import current_device
@@ -38,6 +37,7 @@ from bridge.capture.applications import (
     outer_leaves,
     run_backward,
 )
+from bridge.capture.autograd_uses import saved_unseen
 
 __all__ = ["APPLY", "BACKWARD", "NotTraceable", "NotedContext", "Opaque", "is_opaque", "opaque"]
 
@@ -214,7 +214,7 @@ class Opaque:
             self.protect(each)
         noted, inside = NotedContext(application.kind), _Made()
         here = torch.autograd.set_multithreading_enabled(False)  # the mode sees a GPU's backward as well
-        with while_active(self.draws, inside=inside), saved_tensors_hooks(_itself, _itself), noted, here:
+        with while_active(self.draws, inside=inside), saved_unseen(), noted, here:
             given = [lent(each) for each in tensors]
             kept = [StorageWeakRef(each.untyped_storage()) for each in given]
             addresses = {storage_id(each) for each in given}
@@ -278,10 +278,6 @@ def _closed_over(function: Any) -> list[Any]:
 def _is_constant(value: Any) -> bool:
     """Whether an argument is the same object in each call: plain data, or a function without a closure."""
     return is_plain(value) or (isinstance(value, FunctionType) and value.__closure__ is None)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 _OPAQUE: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.errors import CALL_BEFORE, CacheNotFilled, Unsupported, UnsupportedModule, line_of
 from bridge.base.modes import modes_put_back
 from bridge.base.pytrees import containers_of, is_plain, objects_of, packed, packed_arguments, tensor_leaves, unpacked
 from bridge.base.torch_distributed import is_distributed, local_tensor
 from bridge.base.torch_internals import python_kernels, pytree, storage_id
-from bridge.base.torch_internals import saved_tensors_hooks as hooks_of_saved
 from bridge.capture.autograd_uses import SavedMemory, SavedTensorsNeededError
 from bridge.capture.custom_functions import CustomFunctions
 from bridge.capture.distributed import distributed_of
@@ -46,7 +44,7 @@ from bridge.capture.values import Values
 from bridge.guards import ADDRESSES, Place, Reads, recorded_reads, told_otherwise
 from bridge.state import ModuleTensor, SampleCall, hooks_of, module_tensors
 
-__all__ = ["Given", "RealRun", "real_run_of", "saved_here"]
+__all__ = ["Given", "RealRun", "real_run_of"]
 
 
 class Given:
@@ -185,30 +183,6 @@ class RealRun:
                 copy.detach().copy_(original)
 
 
-@contextmanager
-def _nothing_saved(note: Callable[[torch.Tensor], None]) -> Iterator[list[bool]]:
-    """While active, autograd saves no tensors; the yielded list becomes non-empty when it needs one."""
-    asked: list[bool] = []
-
-    def unpack(saved: None) -> torch.Tensor:
-        asked.append(True)
-        raise SavedTensorsNeededError
-
-    with saved_tensors_hooks(note, unpack):
-        yield asked
-
-
-@contextmanager
-def saved_here() -> Iterator[None]:
-    """While active, hides tensors that autograd saves from a checkpoint around the call, which would count them."""
-    with nullcontext() if hooks_of_saved() is None else saved_tensors_hooks(_itself, _itself):
-        yield
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def real_run_of(
     call: SampleCall,
     *,
@@ -243,7 +217,7 @@ def real_run_of(
         left = kept.values()
         result, left = (result, left), kept.constants(left)
     watch.cached.check()
-    if watch.asked:
+    if watch.saved.is_needed:
         raise SavedTensorsNeededError
     watch.judge(call.name)
     recorder, integers = watch.recorder, [*watch.calls.integers.values()]
@@ -270,7 +244,6 @@ class _Watch:
         rules, observation: refusals, and eager metadata.
         recorder, functions, calls, draws, saved, cached: recorders of rows, custom autograd Functions, torch's
             functions, draws, tensors that autograd saves, and functions with a cache.
-        asked: non-empty if autograd needed a saved tensor.
     """
 
     def __init__(self, given: Given, prepared: PreparedTwin, saves: bool, writing: Mapping[type, Any]):
@@ -319,8 +292,7 @@ class _Watch:
             reads.passed = objects_of(packed_arguments(self.passed))
             reads.containers = containers_of((*self.passed[0], *self.passed[1].values()), (list, tuple, dict))[1:]
             stack.enter_context(generator_watch(rules, reads))
-            saves = self.saved.is_all
-            self.asked = stack.enter_context(saved_here() if saves else _nothing_saved(self.saved.note))
+            stack.enter_context(self.saved.noted())
             for each in (calls.active(), python_kernels(), self.recorder):
                 stack.enter_context(each)
             torch.clear_autocast_cache()  # casts are made in the same order by each run

@@ -172,8 +172,7 @@ class SizeNodes:
 
     def of(self, value: Any) -> fx.Node | float:
         """Symbolic number → the node that computes it, or :class:`NoSizeNodeError`; other numbers are returned."""
-        made = self._node(fixed(value)) if isinstance(value, SYMBOLIC) else value
-        return made
+        return self._node(fixed(value)) if isinstance(value, SYMBOLIC) else value
 
     def _node(self, expr: Any) -> Any:
         if expr.is_Integer:
