@@ -46,7 +46,10 @@ class NotTraceable(Exception):
     """A Function cannot be traced; the message is the reason."""
 
 
-_CODE = ("forward", "setup_context", "backward", "vjp", "jvp")
+_CODE = ("forward", "setup_context", "backward")
+_BASES = [kind for kind in torch.autograd.Function.__mro__ if isinstance(kind, type(torch.autograd.Function))]
+_MEMBERS = {name for kind in _BASES for name in vars(kind) if not name.startswith("_")} - {"apply"}
+"""What a Function may define: its code, and settings that say how it is called."""
 
 
 class NotedContext:
@@ -61,8 +64,9 @@ class NotedContext:
     """
 
     def __init__(self, kind: type) -> None:
-        code = {name: staticmethod(getattr(kind, name)) for name in _CODE}
-        self.kind = type(kind.__name__, (torch.autograd.Function,), {**code, "__module__": kind.__module__})
+        members = {name: getattr(kind, name) for name in _MEMBERS}
+        members |= {name: staticmethod(each) for name, each in members.items() if callable(each)}
+        self.kind = type(kind.__name__, (torch.autograd.Function,), {**members, "__module__": kind.__module__})
         self.partial, self.saved, node = False, None, node_class(self.kind)
 
         def note_materialize(ctx: Any, value: bool) -> None:
@@ -188,7 +192,7 @@ class Opaque:
             raise NotTraceable("has no tensor argument")
         if any(each.is_complex() or each.layout is not torch.strided for each in tensors):
             raise NotTraceable("takes complex numbers or sparse tensors, and cannot be traced")
-        if closed := [each for name in _CODE[:3] for each in _closed_over(getattr(kind, name, None))]:
+        if closed := [each for name in _CODE for each in _closed_over(getattr(kind, name, None))]:
             raise NotTraceable(f"closes over a {type(closed[0]).__name__}, and cannot be traced")
         constants = tuple(TENSOR if isinstance(each, torch.Tensor) else each for each in leaves)
         if odd := [each for each in constants if each is not TENSOR and not _is_constant(each)]:
