@@ -19,9 +19,9 @@ from torch import fx
 from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, fixed
-from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, STOPPED, written
+from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, STOPPED
 from bridge.capture.recorder import READS
-from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
+from bridge.capture.rows import Record, Row, ValueRef, mapped, may_write, values_in
 
 __all__ = ["NoSizeNodeError", "SizeNodes", "TrainingGraph", "training_graph"]
 
@@ -112,26 +112,24 @@ class _Builder:
         return self.env[value.number]
 
     def _row(self, index: int, row: Row) -> None:
-        if row.op in READS:
-            return
+        operands = () if may_write(row.op) else set(values_in((row.args, row.kwargs)))
+        if row.op in READS or (isinstance(row.results, ValueRef) and row.results.number in operands):
+            return  # it gives a number, or does nothing: it returns its operand
         args, kwargs = mapped((row.args, row.kwargs), ValueRef, self._node)
         args, kwargs = mapped((args, kwargs), SYMBOLIC, self.sizes.of)
         name = row.op.overloadpacket.__name__ if isinstance(row.op, OpOverload) else str(row.op)
         node = self.made.graph.create_node("call_function", row.op, args, kwargs, name=name)
         node.meta.update(self._told(index, row))
         node.meta[OF] = row.op
-        same = set[int]()  # an operator under no_grad that does nothing returns its operand, still tracked
         if self.grad and not row.grad:
             node.meta[STOPPED] = True
-            same.update(() if written(node) else values_in((row.args, row.kwargs)))
         if isinstance(row.results, ValueRef):
             node.meta["val"] = self.fakes[row.results.number]
-            if row.results.number not in same:
-                self.env[row.results.number] = node
+            self.env[row.results.number] = node
         elif isinstance(row.results, tuple | list):
             node.meta["val"] = mapped(row.results, ValueRef, lambda value: self.fakes[value.number])
             for place, each in enumerate(row.results):
-                if isinstance(each, ValueRef) and each.number not in same:
+                if isinstance(each, ValueRef) and each.number not in operands:
                     self.env[each.number] = item = self.made.graph.call_function(operator.getitem, (node, place))
                     item.meta.update(node.meta, val=self.fakes[each.number])
         else:

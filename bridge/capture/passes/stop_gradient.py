@@ -49,8 +49,6 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
     problems = _parameters_written_first(graph, requires_grad)
     _detach_stopped(graph)
     keep_layers_whole(graph)
-    _pass_through(graph)
-    _word_assertions(graph)
     _write_straight_through(graph, requires_grad)
     _stop_unread(graph, requires_grad)
     hidden = _stop_gradients(graph, requires_grad)
@@ -165,21 +163,6 @@ def _wrong_in_torch(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
         for node in found
         if aliases.followed(node.args[0])
     ]
-
-
-def _pass_through(graph: fx.Graph) -> None:
-    """Replaces a dropout that drops nothing by its argument, as in eager; torch's decomposition would copy it."""
-    for node in list(graph.nodes):
-        if node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-
-
-def _word_assertions(graph: fx.Graph) -> None:
-    """Gives assertions without a message one, because decomposition takes them for dead code."""
-    for node in graph.nodes:
-        if node.target is aten._assert_async.default:
-            node.target, node.args = aten._assert_async.msg, (*node.args, "a tensor that is asserted is zero")
 
 
 def _stop_unread(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> None:
