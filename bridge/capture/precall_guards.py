@@ -259,11 +259,7 @@ def _plain(value: Any, place_of: Mapping[fx.Node, ValueIndex]) -> Any:
 
 
 def _flat(reading: ScalarGuard) -> list:
-    return torch.tensor(_listed(reading.value), dtype=reading.dtype, device=HOST).reshape(-1).tolist()
-
-
-def _listed(value: Any) -> Any:
-    return list(map(_listed, value)) if isinstance(value, tuple) else value
+    return torch.tensor(reading.value, dtype=reading.dtype, device=HOST).reshape(-1).tolist()
 
 
 _MOST_GUARDED = {str: 1000, np.ndarray: 0}

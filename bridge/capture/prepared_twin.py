@@ -127,7 +127,7 @@ def own_leaves(args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor
     def own(tensor: torch.Tensor) -> torch.Tensor:
         leaf = tensor.data  # with its own version counter
         if has_storage(leaf):
-            leaf = _copy(leaf) if leaf.numel() and storage_id(leaf) in taken else leaf
+            leaf = copier()(leaf) if leaf.numel() and storage_id(leaf) in taken else leaf
             taken.add(storage_id(leaf))
         return with_attributes(leaf.requires_grad_(tensor.requires_grad), tensor)
 
@@ -168,12 +168,6 @@ def with_attributes(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """``made`` with the attributes that the user has set on ``tensor``."""
     made.__dict__.update((name, value) for name, value in tensor.__dict__.items() if not hasattr(made, name))
     return made
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage().clone()
-    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class Protected:

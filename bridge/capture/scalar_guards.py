@@ -57,16 +57,12 @@ class ScalarGuard:
         return self.where, self.dtype, self.count, repr(self.value)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone()  # the tensor may be written later
-
-
 def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
     return (one == other).all() if one.shape == other.shape else None
 
 
 numbers_of: dict[str, Callable[..., torch.Tensor | None]] = {
-    "item": _plain,
+    "item": lambda tensor: tensor.clone(),  # it may be written later
     "__int__": lambda tensor: tensor.to(torch.int64) if tensor.is_floating_point() else tensor.clone(),
     "__bool__": lambda tensor: tensor.clone() if tensor.dtype is torch.bool else tensor != 0,
     "equal": _equal,
