@@ -154,6 +154,19 @@ def test_the_name_of_a_temporary_file_is_no_draw():
     assert len(capture(SampleCall(Names(), (X,), {})).draws) == 1, "the dropout's alone"
 
 
+@pytest.mark.parametrize("generator", [torch.default_generator, torch.Generator()], ids=("default", "own"))
+def test_a_generator_that_forward_seeds_is_put_back(generator):
+    class Seeds(Plain):
+        def forward(self, x):
+            generator.manual_seed(7)
+            return super().forward(x)
+
+    module, before = Seeds(), generator.get_state()
+    with pytest.raises(UnsupportedModule, match="changes a random generator inside forward"):
+        capture(SampleCall(module, (X,), {}))
+    assert torch.equal(generator.get_state(), before)
+
+
 def test_a_bert_layer_runs_twice():
     module = bert_layer()
     hidden = torch.randn(2, 14, 24)
