@@ -12,7 +12,7 @@ from torch import nn
 
 from bridge.base.devices import HOST, devices_of, may_be_on_host
 from bridge.base.errors import BY_NUMBERS, TORCH_DIR, Unsupported, UnsupportedModule, line_of, user_line
-from bridge.base.pytrees import leaf_names
+from bridge.base.pytrees import is_plain, leaf_names
 from bridge.base.quirks import quirk
 from bridge.base.torch_distributed import is_distributed
 from bridge.base.torch_internals import pytree
@@ -29,8 +29,6 @@ NO_CACHE = "set model.config.use_cache = False: training has no use for the keys
 
 _PASS_CONTENTS = "make it an attribute of the module, or pass what forward takes from it"
 _PASS_TUPLE = "pass a tuple of its numbers: tuple(x.shape)"
-_PLAIN_ARGUMENTS = (type(None), bool, int, float, str)
-
 _DISPATCH_INSIDE = "dispatch what it wraps, before or after wrapping it: add_tvm_dispatch({}.module, ...)"
 #: Wrappers of torch's by class name, so that none of their packages is imported.
 _WRAPPERS = {
@@ -143,13 +141,13 @@ def _odd_arguments(call: SampleCall) -> list[Unsupported]:
             if problem := tensor_problem(leaf):
                 hint = _AROUND if is_distributed(leaf) else "pass a plain tensor"
                 found.append(Unsupported(what, where, problem, hint))
-        elif not isinstance(leaf, _PLAIN_ARGUMENTS):
+        elif isinstance(leaf, type) or not is_plain(leaf):
             hint = NO_CACHE if type(leaf).__module__ == CACHES else _PASS_TUPLE if _is_size(leaf) else _PASS_CONTENTS
-            reason = "not a tensor, number, string, flag or None, nor a tuple, list or dict of them"
-            found.append(Unsupported(what, where, reason, hint))
+            found.append(Unsupported(what, where, _NO_CONSTANT, hint))
     return found
 
 
+_NO_CONSTANT = "not a tensor, number, string, flag, enum, dtype, device or None, nor a tuple, list or dict of them"
 _AROUND = "dispatch the module around it: its own plan makes DTensors outside of its forward"
 
 

@@ -416,7 +416,7 @@ def test_a_function_of_what_no_graph_holds_is_refused():
         return recursive(v)
 
     for function in (of_tensor(module), of_number(object()), recursive):
-        with pytest.raises(UnsupportedModule, match="not a tensor, number, string, flag or None"):
+        with pytest.raises(UnsupportedModule, match="not a tensor, number, string, flag, enum, dtype, device or None"):
             add_tvm_dispatch(module, (function,))
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import enum
 import sys
 
 import pytest
@@ -267,3 +268,32 @@ def test_a_sample_is_what_the_module_is_called_with():
     add_tvm_dispatch(module, (x, 5))
     torch.testing.assert_close(module(x, 5), module.forward(x, 5))
     assert stats(module).hits == 2
+
+
+class Kind(enum.Enum):
+    PLAIN, SCALED = 1, {"by": 2.0}
+
+
+class Chooses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, kind=Kind.PLAIN, dtype=torch.float32):
+        y = self.linear(x)
+        return (y if kind is Kind.PLAIN else y * kind.value["by"]).to(dtype)
+
+
+def test_enums_and_dtypes_are_conditions(monkeypatch):
+    """Also what forward reads of an enum's member, which may change."""
+    module = Chooses().to(DEVICE)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, (X, Kind.SCALED), on_miss="compile")
+    calls = [(Kind.SCALED,), (Kind.PLAIN,), (Kind.SCALED, torch.float64), (Kind.SCALED,), (Kind.SCALED,)]
+    for place, call in enumerate(calls):
+        if place == 4:
+            monkeypatch.setitem(Kind.SCALED.value, "by", 3.0)
+        torch.testing.assert_close(module(X, *call), eager(X, *call), **CLOSE)
+    assert stats(module).hits == 5 and len(stats(module).entries) == 4
+    with pytest.raises(UnsupportedModule, match="not a tensor, number"):
+        add_tvm_dispatch(module, (X, Kind))
