@@ -1,7 +1,6 @@
 """Descriptions of structures, a class's own ``__call__``, TorchScript, arguments that are no constants."""
 
 import copy
-import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,19 +105,13 @@ def test_a_model_output_as_an_argument():
     assert reason.startswith("shape of kwargs['encoded']['last_hidden_state']"), reason
 
 
-class Colour(enum.Enum):
-    RED = 1
-
-
 @dataclass
 class Options:
     scale: float = 1.0
     convert: object = len
 
 
-@pytest.mark.parametrize(
-    "argument", [Colour.RED, Options(), np.ones(2), torch.float64, len, slice(2), torch.Size([2])], ids=repr
-)
+@pytest.mark.parametrize("argument", [Options(), np.ones(2), len, slice(2), torch.Size([2]), nn.ReLU], ids=repr)
 def test_an_argument_that_is_no_constant_is_named(argument):
     with pytest.raises(UnsupportedModule, match=rf"kwargs\['a'\]\[1\], a {type(argument).__name__}"):
         add_tvm_dispatch(Takes(), (rows(),), sample_kwargs={"a": [1, argument]})
