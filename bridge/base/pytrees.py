@@ -23,7 +23,7 @@ import dataclasses
 import enum
 import inspect
 import struct
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
@@ -260,8 +260,8 @@ def _made(kind: Any, attributes: dict[str, Any], items: dict[Any, Any]) -> Any:
             object.__setattr__(made, name, value)  # past the frozen dataclass's own `__setattr__`
         else:
             own[name] = value
-    if isinstance(made, dict):
-        dict.update(made, items)
+    for key, value in items.items():  # past a `__setitem__` of the class's own
+        _base(made).__setitem__(made, key, value)
     return made
 
 
@@ -368,7 +368,8 @@ def _node_of(value: Any, is_argument: bool) -> ObjectNode:
         attributes = {"func": value.func, "args": value.args, "keywords": value.keywords}
         return ObjectNode(partial, attributes, dict(value.__dict__), value, is_argument)
     if type(value) is not FunctionType:
-        items = dict(value) if isinstance(value, dict) else {}
+        keys = _base(value).__iter__(value) if isinstance(value, dict) else ()
+        items = {key: dict.__getitem__(value, key) for key in keys}
         return ObjectNode(type(value), dict(_attributes(value)), items, value, is_argument)
     defaults, keywords = value.__defaults__ or (), value.__kwdefaults__ or {}
     attributes = {
@@ -421,8 +422,12 @@ def _is_object(value: Any) -> bool:
         return False
     if dataclasses.is_dataclass(kind):
         return not isinstance(value, (tuple, list, dict, str, int, float)) and not hasattr(kind, "__del__")
-    base = dict if isinstance(value, dict) else object
-    return _memory(kind) == base.__basicsize__ and kind.__itemsize__ == 0 and not hasattr(kind, "__del__")
+    return _memory(kind) == _memory(_base(value)) and kind.__itemsize__ == 0 and not hasattr(kind, "__del__")
+
+
+def _base(value: Any) -> Any:
+    """The built-in class that holds an object's items, if it has any."""
+    return next(base for base in (OrderedDict, dict, object) if isinstance(value, base))
 
 
 def _memory(kind: type) -> int:

@@ -67,6 +67,24 @@ class Named(dict):
         self.name = name
 
 
+class ByName(collections.OrderedDict):
+    """Its items are attributes as well; it counts what is set and doubles what is got."""
+
+    def __setitem__(self, name, value):
+        super().__setitem__(name, value)
+        vars(self)["count"] = vars(self).get("count", 0) + 1
+
+    def __getitem__(self, name):
+        value = super().__getitem__(name)
+        return value if value is None else value * 2
+
+    def __getattr__(self, name):
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 Pair = collections.namedtuple("Pair", "loss rest")
 
 
@@ -106,6 +124,7 @@ RESULTS = {
     "categorical": lambda loss, hidden, m: torch.distributions.Categorical(logits=hidden, validate_args=False),
     "a namedtuple": lambda loss, hidden, m: Pair(loss, None),
     "an ordered dict": lambda loss, hidden, m: collections.OrderedDict(loss=loss, none=None, hidden=hidden),
+    "an ordered dict of one's own": lambda loss, hidden, m: ByName(loss=loss, none=None, hidden=hidden),
     "sizes": lambda loss, hidden, m: (loss, hidden.shape, {"size": hidden.t().size(), "all": [hidden.shape]}),
     "a parameter": lambda loss, hidden, m: Output(loss, m.linear.weight),
 }
