@@ -48,7 +48,7 @@ from bridge.base.torch_recording import (
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.draws import draws_at
 from bridge.capture.loops.operators import MARKS
-from bridge.capture.passes.alias_analysis import OF, ROW, aliased, memory_at, written
+from bridge.capture.passes.alias_analysis import OF, ROW, aliased, memory_at, refused_at, written
 from bridge.capture.passes.decompositions import composite_formulas, formulas, may_raise, whole_operators
 from bridge.capture.refusals import explain_error
 from bridge.capture.rows import key_of, mapped
@@ -115,16 +115,10 @@ def functional_graph(training: TrainingGraph) -> FunctionalGraph:
 
 
 def _not_made(node: fx.Node, error: Exception, symbolic: bool) -> Unsupported:
-    where = user_line(node.meta.get("stack_trace"))
     if type(error) is not RuntimeError:
-        return explain_error(error, where)
+        return explain_error(error, user_line(node.meta.get("stack_trace")))
     dynamic, told = " for sizes that vary" * symbolic, str(error).partition(".  ")[0]
-    return Unsupported(str(node.target), where or "forward", f"torch cannot make it functional{dynamic}: {told}")
-
-
-def _refusal(node: fx.Node, reason: str, *hint: str) -> UnsupportedModule:
-    where = user_line(node.meta.get("stack_trace")) or "forward"
-    return UnsupportedModule("", [Unsupported(str(node.target), where, reason, *hint)])
+    return refused_at(node, f"torch cannot make it functional{dynamic}: {told}")
 
 
 def _compare_with_eager(node: fx.Node, made: Any, args: tuple, kwargs: dict[str, Any], memory: set[int]) -> None:
@@ -136,14 +130,15 @@ def _compare_with_eager(node: fx.Node, made: Any, args: tuple, kwargs: dict[str,
         ours, found, here = ([each for place, each in enumerate(kind) if place in read] for kind in (ours, found, here))
     if [(each.shape, each.dtype) for each in ours] != [(each.shape, each.dtype) for each in found]:
         words = [", ".join(f"{each.dtype} of shape {list(each.shape)}" for each in forms) for forms in (ours, found)]
-        raise _refusal(node, f"on the sample eager gives {words[0]}, and torch's formula {words[1]}")
+        reason = f"on the sample eager gives {words[0]}, and torch's formula {words[1]}"
+        raise UnsupportedModule("", [refused_at(node, reason)])
     there = [each for source in node.all_input_nodes for each in memory_at(source)]
     if memory.isdisjoint((*there, *here)) or (aliased(node) is None and _is_given_away(node, there)):
         return
     operands = {storage_id(each.elem) for each in tensor_leaves((args, kwargs))}
     if [each in there for each in here] != [storage_id(each.elem) in operands for each in found]:
         reason = "copies in eager what it views on fake tensors, or the reverse, and one of the two is written"
-        raise _refusal(node, reason, "clone before the write")
+        raise UnsupportedModule("", [refused_at(node, reason, "clone before the write")])
 
 
 def _check_strides(node: fx.Node, args: tuple) -> None:
@@ -155,9 +150,9 @@ def _check_strides(node: fx.Node, args: tuple) -> None:
     )
     hint = "call contiguous() before it"
     if eager != ours:
-        raise _refusal(node, "its tensor has other strides after functionalization", hint)
+        raise UnsupportedModule("", [refused_at(node, "its tensor has other strides after functionalization", hint)])
     if start != at or (start and len(node.args) >= 4):
-        raise _refusal(node, "its tensor begins inside another", hint)
+        raise UnsupportedModule("", [refused_at(node, "its tensor begins inside another", hint)])
 
 
 def _is_given_away(node: fx.Node, memory: Sequence[int | None]) -> bool:

@@ -333,13 +333,11 @@ def _shared(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args
 
 def _of_tensors(function: Any, run: Functions, data: Any, *, dtype=None, device=None, **others: Any) -> Any:
     """``torch.tensor([n, 2 * n])`` of tensors, which torch reads in C++: computed from them."""
-    made = None if any(others.values()) else tensor_of(data, dtype, device or torch.get_default_device())
-    return NotImplemented if made is None else made
+    return NotImplemented if any(others.values()) else tensor_of(data, dtype, device or torch.get_default_device())
 
 
 def _like_tensors(run: Functions, x: torch.Tensor, data: Any, *, dtype=None, device=None, **others: Any) -> Any:
-    made = None if any(others.values()) else tensor_of(data, dtype, device or x.device)
-    return NotImplemented if made is None else made
+    return NotImplemented if any(others.values()) else tensor_of(data, dtype, device or x.device)
 
 
 def _split(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

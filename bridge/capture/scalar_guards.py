@@ -309,20 +309,20 @@ class SharedArrays:
         return [Unsupported("Tensor.numpy", where, reason, hint) for where in changed]
 
 
-def tensor_of(data: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor | None:
-    """``torch.tensor(data)`` for nested lists of numbers and one-element tensors, computed from the tensors; ``None``
-    if ``data`` has no tensor, or if torch has other rules for it."""
+def tensor_of(data: Any, dtype: torch.dtype | None, device: Any) -> Any:
+    """``torch.tensor(data)`` for nested lists of numbers and one-element tensors, computed from the tensors;
+    ``NotImplemented`` if ``data`` has no tensor, or if torch has other rules for it."""
     shape, flat = _flat(data)
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]
     if shape is None or not tensors or isinstance(data, torch.Tensor):
-        return None
+        return NotImplemented
     kinds = [each.dtype if isinstance(each, torch.Tensor) else _TYPES.get(type(each)) for each in flat]
     if None in kinds or any(each.numel() != 1 for each in tensors):
-        return None
+        return NotImplemented
     kinds = [torch.get_default_dtype() if kind is float else kind for kind in kinds]
     dtype = reduce(torch.promote_types, kinds) if dtype is None else dtype
     if any(torch.promote_types(each.dtype, dtype) != dtype for each in tensors):
-        return None
+        return NotImplemented
     with torch.no_grad():
         parts = [
             each.detach().reshape(()).to(device, dtype)

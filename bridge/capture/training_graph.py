@@ -22,8 +22,9 @@ from bridge.base.torch_shapes import SYMBOLIC, fixed
 from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, STOPPED
 from bridge.capture.recorder import READS
 from bridge.capture.rows import Record, Row, ValueRef, mapped, may_write, values_in
+from bridge.capture.symbolic_sizes import NotTranslatedError
 
-__all__ = ["NoSizeNodeError", "SizeNodes", "TrainingGraph", "training_graph"]
+__all__ = ["SizeNodes", "TrainingGraph", "training_graph"]
 
 
 @dataclass
@@ -149,10 +150,6 @@ class _Builder:
 # Size nodes: torch's symbolic numbers → nodes of a graph that compute them from the sizes of its inputs.
 
 
-class NoSizeNodeError(ValueError):
-    """A number that cannot be computed from the sizes of the graph's inputs."""
-
-
 class SizeNodes:
     """The size nodes of a graph under construction: one for each expression, inserted at its first use."""
 
@@ -169,7 +166,7 @@ class SizeNodes:
                 self._places.append((size, placeholder, dim))
 
     def of(self, value: Any) -> fx.Node | float:
-        """Symbolic number → the node that computes it, or :class:`NoSizeNodeError`; other numbers are returned."""
+        """Symbolic number → the node that computes it, or :class:`NotTranslatedError`; other numbers are returned."""
         return self._node(fixed(value)) if isinstance(value, SYMBOLIC) else value
 
     def _node(self, expr: Any) -> Any:
@@ -192,7 +189,7 @@ class SizeNodes:
                     return self._call(operator.floordiv, self._call(aten.sym_size.int, tensor, dim), int(factor))
         make = _OPERATORS.get(type(expr).__name__)
         if make is None:
-            raise NoSizeNodeError(expr)
+            raise NotTranslatedError(expr)
         args = [self._node(arg) for arg in expr.args]
         if len(args) > 1:
             return reduce(lambda a, b: self._call(make, a, b), args)

@@ -18,7 +18,7 @@ from bridge.base.torch_recording import own_operator
 from bridge.capture.rows import memory_of
 
 __all__ = ["MEMORY", "OF", "OVERWRITTEN", "ROW", "STOPPED", "STOP_GRADIENT", "Aliases", "aliased", "is_detach"]
-__all__ += ["is_view", "memory_at", "told", "write_through_views", "written"]
+__all__ += ["is_view", "memory_at", "refused_at", "told", "write_through_views", "written"]
 
 STOP_GRADIENT = own_operator("stop_gradient(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 OVERWRITTEN = own_operator(
@@ -65,6 +65,11 @@ def memory_at(node: fx.Node) -> list[int | None]:
     if MEMORY in node.meta:
         return node.meta[MEMORY]
     return [memory_of(each) for each in pytree.tree_leaves(node.meta.get("val")) if isinstance(each, torch.Tensor)]
+
+
+def refused_at(node: fx.Node, reason: str, *hint: str) -> Unsupported:
+    """The refusal of a node's operator."""
+    return Unsupported(str(node.target), user_line(node.meta.get("stack_trace")) or "forward", reason, *hint)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -212,11 +217,10 @@ def write_through_views(graph: fx.Graph) -> list[Unsupported]:
     for view, write in found.items():
         steps = _steps(view)
         if steps is None:
-            where = user_line(write.meta.get("stack_trace")) or "a line that is not known"
             is_window = view.target is aten.unfold.default
             what = "windows that overlap or leave a rest" if is_window else "a tensor that is expanded"
-            reason = f"writes in place through a view of {what}"
-            problems.append(Unsupported(str(write.target), where, reason, "write to the tensor itself"))
+            hint = "write to the tensor itself"
+            problems.append(refused_at(write, f"writes in place through a view of {what}", hint))
             if is_window:  # a copy can be written: decomposition fails at windows that overlap, with less to say
                 _follow(graph, view, [(aten.clone.default, ())])
             continue

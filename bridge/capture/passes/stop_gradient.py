@@ -32,6 +32,7 @@ from bridge.capture.passes.alias_analysis import (
     is_detach,
     is_view,
     memory_at,
+    refused_at,
     told,
     write_through_views,
     written,
@@ -89,9 +90,8 @@ def _parameters_written_first(graph: fx.Graph, requires_grad: Callable[[fx.Node]
             if node not in unseen and aliases.order[user] <= last and not (STOPPED in user.meta or is_detach(user))
         ]
         if kept and torch.is_grad_enabled():
-            where = user_line(writes[-1].meta.get("stack_trace")) or "forward"
             reason = "changes a parameter inside forward that autograd has followed into something before"
-            problems.append(Unsupported(str(writes[-1].target), where, reason, PARAMETER_HINT))
+            problems.append(refused_at(writes[-1], reason, PARAMETER_HINT))
             continue
         later = {user for user in leaf.users if aliases.order[user] > last and user.op != "output"}
         _write_first(graph, leaf, writes[-1], later)
@@ -153,16 +153,8 @@ def _wrong_in_torch(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
         return []
     aliases = Aliases(graph.nodes, requires_grad)
     reason = "torch's own derivative of it is wrong where the source is written, and ours would differ from eager's"
-    return [
-        Unsupported(
-            str(node.target),
-            user_line(node.meta.get("stack_trace")) or "forward",
-            reason,
-            "write through x.as_strided(...)",
-        )
-        for node in found
-        if aliases.followed(node.args[0])
-    ]
+    hint = "write through x.as_strided(...)"
+    return [refused_at(node, reason, hint) for node in found if aliases.followed(node.args[0])]
 
 
 def _stop_unread(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> None:
