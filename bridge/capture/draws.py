@@ -409,7 +409,9 @@ def draws_at(node: fx.Node) -> bool:
     """Whether a node draws."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or not draws(node.target):
         return False
-    return not _draws_nothing(node.target, *fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"]))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    is_known = node.target is aten.native_dropout.default and not 0 < args[1] < 1  # eager's dropout does not draw it
+    return not (is_known or _draws_nothing(node.target, args, kwargs))
 
 
 # Fused attention on CUDA: a call of a torch operator → its dropout rate, how far its kernel moves the generator's
