@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import nn
 
-from bridge.base.collector import collection_paused
+from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.base.devices import function_modes_aside
 from bridge.base.threads import interrupts_deferred
 
@@ -45,13 +45,14 @@ def _importing() -> Iterator[None]:
     """Context of an import that shields it from the caller's state; does nothing once TVM is imported.
 
     SIGINT is deferred, since a half-imported TVM cannot be imported again. The caller's function modes are off. The
-    garbage collector pauses, since the imported objects stay alive.
+    garbage collector pauses, and counts the imported objects, which stay alive, as old ones.
     """
     if "bridge.dispatch" in sys.modules:
         yield
         return
-    with interrupts_deferred(), function_modes_aside(), collection_paused():
-        yield
+    with interrupts_deferred(), function_modes_aside(), only_new_objects_collected():
+        with collection_paused(objects_stay=True):
+            yield
 
 
 def _done_by(room: str) -> Callable[[Stated], Stated]:

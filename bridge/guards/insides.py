@@ -101,10 +101,10 @@ class Insides(World):
         if compared and type(value).__repr__ in (object.__repr__, FunctionType.__repr__):
             self.identity_of_passed(value, where)
         if not self.knows(value):
-            self.strangers.note(value, ("whole", where))
-        elif is_a(value, torch.Tensor):
-            self.look_at(value)
-        if not self.knows(value) or is_a(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
+            return self.strangers.note(value, ("whole", where))
+        if is_a(value, torch.Tensor):
+            return self.look_at(value)
+        if is_a(value, nn.Module | type | ModuleType | FunctionType):
             return
         own = self.original(value)
         self._class(value)
