@@ -62,6 +62,7 @@ class FakeRecord:
     symbols: Symbols | None = None
     objects: Sequence[Any] = ()
     twin: Twin | None = None
+    changed: Sequence[str] = ()
 
 
 def mode_of(real: RealRun, dims: Sequence[DynamicDim]) -> tuple[FakeTensorMode, Symbols | None]:
@@ -116,7 +117,9 @@ def fake_run_of(real: RealRun, change: Callable[[nn.Module], Any] = lambda twin:
         arguments = [each for each in given if isinstance(each, torch.Tensor)]
         shards = [*distributed_of(real.given.tensors, real.given.real_tensors, owned)]
         placed = {id(tensor): of_local(local, tensor) for _, tensor, local in shards}
-        prepared = PreparedTwin(real.twin, lambda tensor: placed[id(tensor)] if id(tensor) in placed else fake(tensor))
+        prepared = PreparedTwin(
+            real.twin, lambda each: placed[id(each)] if id(each) in placed else fake(each), watched=bool(dims)
+        )
         twin = prepared.module
         places = None if real.kept is None else real.kept.of(prepared.twin)
         if places is not None:
@@ -151,7 +154,8 @@ def fake_run_of(real: RealRun, change: Callable[[nn.Module], Any] = lambda twin:
         leaves, out_spec = pytree.tree_flatten(with_wholes(made, real.wholes, dims))
         results = values_of(leaves, recorder, real.wholes)
         run = recorder.record, mode, results, arguments, out_spec, given, symbols
-        return FakeRecord(*run, objects_of(made) + containers_of(result), prepared.twin)
+        changed = () if prepared.before is None else prepared.before.changes()
+        return FakeRecord(*run, objects_of(made) + containers_of(result), prepared.twin, changed)
     finally:
         clear_fake_memo(mode)
 

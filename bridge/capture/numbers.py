@@ -121,13 +121,16 @@ def with_dynamic_scalars(
                 leaves[place.leaf] = number
                 continue
             attributes = owners[place].__dict__
-            before.append((attributes, place.name, attributes[place.name]))
+            before.append((attributes, place.name, attributes[place.name], number))
             attributes[place.name] = number
         args, kwargs = unpacked(pytree.tree_unflatten(leaves, spec))
         try:
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
+            if any(attributes.get(name) is not number for attributes, name, _, number in before):
+                raise NotArithmeticError("a number that changes from call to call is set")
+            return result
         finally:
-            for attributes, name, value in before:
+            for attributes, name, value, _ in before:
                 attributes[name] = value
 
     twin.__dict__["forward"] = forward

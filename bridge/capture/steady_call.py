@@ -269,6 +269,8 @@ def _on_fakes(real: RealRun, *change: Callable[[nn.Module], Any]) -> FakeRecord:
     """The fake run, after which the state outside of the call is as the real run left it."""
     with real.observation.reads.unchanged() as changed:  # no fake tensor stays in a cache, nor a symbol
         fake = fake_run_of(real, *change)
+    if fake.symbols is not None:
+        changed += sorted({f"self.{each}" for each in fake.changed}.difference(real.changed()))
     if changed and fake.symbols is not None:
         problems = [Unsupported(each, "forward", _BY_SIZES, _KEEP) for each in changed]
         raise UnsupportedModule(real.given.call.name, problems)

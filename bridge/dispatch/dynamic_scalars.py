@@ -99,6 +99,12 @@ def _computed(captured: Captured, inputs: Mapping[int, torch.Tensor]) -> dict[fx
     return found
 
 
+def _set_by(captured: Captured) -> tuple[Any, list[tuple]]:
+    """The counters and the places that a call sets: attributes of modules by their paths, others by their holders."""
+    holders = [(each, id(each.original) if each.path is None else each.path) for each in captured.state.kept]
+    return captured.state.counters, [(of, each.key, each.is_read, each.appends) for each, of in holders]
+
+
 class _Comparison:
     """Compares two graphs node by node: whether the second is the first with inputs in place of constants.
 
@@ -116,8 +122,10 @@ class _Comparison:
         self._twin_of: dict[fx.Node, fx.Node] = {}
 
     def holds(self) -> bool:
-        """Whether the graphs are equal up to these constants."""
+        """Whether the graphs are equal up to these constants, and the places that the calls set are the same."""
         constant, inputs = self._captured
+        if _set_by(constant) != _set_by(inputs):
+            return False
         if [spec.names for spec in constant.module_tensors] != [spec.names for spec in inputs.module_tensors]:
             return False
         first, second = self._nodes(constant, self._theirs), self._nodes(inputs, self._ours)

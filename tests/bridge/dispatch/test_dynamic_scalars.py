@@ -249,3 +249,56 @@ def test_a_number_that_is_no_input_is_a_constant_beside_sizes():
         (2, True),
         (2, True),
     ]
+
+
+OUTSIDE = [0.0]
+LEAVES = {
+    "attribute": lambda m, n: setattr(m, "left", n),
+    "computed attribute": lambda m, n: setattr(m, "left", (n * 2, "a")),
+    "dictionary": lambda m, n: m.held.update(n=n),
+    "list of a file": lambda m, n: OUTSIDE.__setitem__(0, n + 1),
+    "tensor in a dictionary": lambda m, n: m.held.update(n=m.linear.bias * n),
+}
+NUMBERS = {
+    "number": (lambda m, x: m.factor, lambda m, x, n: setattr(m, "factor", n / 2) or x),
+    "size": (lambda m, x: x.shape[0], lambda m, x, n: x[:n]),
+    "count": (lambda m, x: int(m.lengths.max()), lambda m, x, n: m.lengths.fill_(n) is None or x),
+}
+
+
+class Leaving(nn.Module):
+    """Leaves a number of this call in Python state."""
+
+    def __init__(self, number, leave):
+        super().__init__()
+        self.linear, self.factor, self.held, self.number, self.leave = nn.Linear(3, 4), 1.5, {}, number, leave
+        self.register_buffer("lengths", torch.tensor([2]))
+
+    def forward(self, x):
+        n = self.number(self, x)
+        self.leave(self, n)
+        y = self.linear(x)
+        return (y if "factor" in self.number.__code__.co_names else y[: self.lengths.max()]) * n
+
+    def state(self):
+        held = [each.detach().tolist() if isinstance(each, torch.Tensor) else each for each in self.held.values()]
+        return getattr(self, "left", None), held, list(OUTSIDE)
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_number_that_changes_is_left_as_in_eager(number, leave):
+    read, change = NUMBERS[number]
+    module, x = Leaving(read, LEAVES[leave]).to(DEVICE), torch.randn(8, 3, device=DEVICE)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, change(module, x, 3), on_miss="compile")
+    for n in (3, 5, 4, 6, 3):
+        states = []
+        for each in (module, eager):
+            OUTSIDE[:] = [0.0]
+            result = each(change(each, x, n))
+            states.append((result, each.state()))
+        (ours, left), (theirs, wanted) = states
+        torch.testing.assert_close(ours, theirs)
+        assert repr(left[0]) == repr(wanted[0]) and left[2] == wanted[2]
+        torch.testing.assert_close(left[1], wanted[1])
