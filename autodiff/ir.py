@@ -229,15 +229,10 @@ def build_function(
     return relax.transform.Normalize()(IRModule({"main": func}))["main"]  # types the body itself
 
 
-def with_outputs(
-    func: Function,
-    body: Iterable[tuple[Var, Expr]],
-    outputs: Iterable[Expr],
-    params: Iterable[Var] | None = None,
-) -> Function:
-    """``func`` with another body and other results (and parameters); its attributes stay."""
-    params = list(func.params) if params is None else list(params)
-    return build_function(params, body, list(outputs), attrs=dict(func.attrs.items()) if func.attrs else None)
+def with_outputs(func: Function, body: Iterable[tuple[Var, Expr]], outputs: Iterable[Expr]) -> Function:
+    """``func`` with another body and other results; its parameters and attributes stay."""
+    attrs = dict(func.attrs.items()) if func.attrs else None
+    return build_function(list(func.params), body, list(outputs), attrs=attrs)
 
 
 def substitute(value: Expr, mapping: Mapping[Var, Expr]) -> Expr:

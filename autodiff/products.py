@@ -235,7 +235,7 @@ def share_sums(body: Body) -> None:
             if found is None:
                 known[key].append((factors, binding))
             else:
-                body.assign(binding, _scaled_sum(binding, found[1], factors - found[0], axes, body, scope))
+                body.assign(binding, _scaled_sum(binding, found[1], factors - found[0], axes, scope))
                 changed = True
         scope.bindings.append(binding)
     if changed:
@@ -279,7 +279,7 @@ def _axes(binding: Binding) -> list[int]:
     return sorted(int(axis) % rank for axis in binding.value.attrs.axis)
 
 
-def _scaled_sum(binding: Binding, total: Binding, more: Factors, axes: list[int], body: Body, scope: BodyScope) -> Expr:
+def _scaled_sum(binding: Binding, total: Binding, more: Factors, axes: list[int], scope: Scope) -> Expr:
     """A sum or mean, computed from one with fewer factors."""
     value: Var = total.var
     extents = shape(binding.value.args[0])

@@ -53,7 +53,9 @@ def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value]
 
 @register("relax.stack")
 def _stack(builder: Builder, call: Call) -> Operand:
-    operands = [tensor(builder, field) for field in _fields(builder, call.args[0])]
+    if not isinstance(call.args[0], Tuple):
+        return NotImplemented
+    operands = [tensor(builder, field) for field in call.args[0].fields]
     axis = 0 if call.attrs.axis is None else int(call.attrs.axis)
     out = builder.fresh(shape(call), dtype(call))
     return emit(builder, "stack", operands, [out], axis)[0]
@@ -112,12 +114,6 @@ def _take(builder: Builder, call: Call) -> Operand:
         flat = builder.cast(flat, "int64")
     emit(builder, "take", [x, flat], [out], axis)
     return builder.reshape(whole(out), shape(call))
-
-
-def _fields(builder: Builder, expr: Expr) -> list[Expr]:
-    if isinstance(expr, Tuple):
-        return list(expr.fields)
-    raise NotImplementedError(f"wanted a literal tuple of tensors, got {expr}")
 
 
 def _library_function(builder: Builder, call: Call, name: str) -> Operand | list[Operand]:
