@@ -332,7 +332,7 @@ class Dispatcher:
                 entry = self._automatic_dynamic(call) or self._added(call)
                 inputs = entry.guard.match(call)
                 if entry in failure.tried:
-                    self._leave_to_eager(call.name, failure, "it reads other numbers at every run")
+                    self._leave_to_eager(call.name, failure, "each run changes the number")
                     return None
             except UnsupportedModule as error:
                 if self.options.divide is not None and error.is_of_draws:

@@ -227,7 +227,7 @@ class DispatchStats:
         return "\n".join(lines)
 
 
-_DEFAULT = 'call add_tvm_dispatch(module, sample) in the state of such a call, or give on_miss="compile"'
+_DEFAULT = "call add_tvm_dispatch(module, sample) in the state of such a call"
 _KNOWN = (
     ("training flag", "call add_tvm_dispatch in the mode of the loop: module.train() before it, or module.eval()"),
     ("autocast", "call add_tvm_dispatch inside the same torch.autocast(...) as the loop's calls"),
@@ -237,6 +237,7 @@ _KNOWN = (
     ("dtype of", "give a sample of the loop's dtypes"),
     ("shape of", "pad or bucket lengths that vary (a DataLoader's drop_last=True)"),
     ("attribute", "keep a number that changes in a buffer (a 0-d tensor), whose value may change freely"),
+    ("number read", "compute with the tensor, not with its number: torch.where for a branch, x[index] for a place"),
     ("value of argument", "pass a number that changes as a 0-d tensor, whose value may change freely"),
     ("keyword arguments", "give a sample with the keyword arguments of the loop's calls"),
     ("alignment of", "give tensors that begin where torch allocates them: clone() a slice from an odd place"),
@@ -257,4 +258,5 @@ def advice(failure: GuardFailure, compiles: bool) -> str:
         return _TRAINER
     if field.startswith("shape of") and not compiles:
         return 'give on_miss="compile", which serves lengths that vary by one entry, or a sample of the loop\'s shapes'
-    return next((words for start, words in _KNOWN if field.startswith(start)), _DEFAULT)
+    default = _DEFAULT if compiles else f'{_DEFAULT}, or give on_miss="compile"'
+    return next((words for start, words in _KNOWN if field.startswith(start)), default)

@@ -389,6 +389,28 @@ def test_a_cache_that_every_call_fills_anew_is_compiled_for_a_few_times_only(cap
         check(module, eager, rows(count).to(DEVICE))
     said = [each.message for each in warnings_of(caplog) if "runs eager from now on" in each.message]
     assert len(said) == 1 and "shape of attribute 'table'" in said[0] and "did not come back" in said[0]
+
+
+class Counts(nn.Module):
+    """A weight by a counter that Python reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        self.count += 1
+        return self.linear(x) * min(1.0, int(self.count) / 100)
+
+
+def test_a_number_that_each_call_changes_is_told_with_what_helps(caplog):
+    eager = Counts().to(DEVICE)
+    module = add_tvm_dispatch(copy.deepcopy(eager))
+    for _ in range(12):
+        check(module, eager, rows(4).to(DEVICE))
+    (said,) = [each.message for each in warnings_of(caplog) if "runs eager from now on" in each.message]
+    assert "compute with the tensor, not with its number" in said and "on_miss=" not in said
     assert stats(module).misses
 
 
