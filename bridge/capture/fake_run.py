@@ -22,7 +22,7 @@ from bridge.base.pytrees import containers_of, objects_of, packed
 from bridge.base.tensor_properties import bits_of
 from bridge.base.torch_distributed import of_local
 from bridge.base.torch_fakes import clear_fake_memo, fake_mode
-from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python_kernels, pytree
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, aten, python_kernels, pytree, set_version_counters
 from bridge.base.torch_shapes import SYMBOLIC, fake_results_not_kept, hint, size_environment
 from bridge.capture.autograd_uses import saved_here
 from bridge.capture.counted_dims import CountedDims, integers_as_symbols
@@ -47,6 +47,8 @@ log = channel("dispatch")
 _SLICE = aten.slice.Tensor
 _DEPENDS = "do not let it depend on the numbers in tensors, or on anything that changes in between (a clock, a counter)"
 _NOTHING = object()
+_NO_VERSION = 2**30
+"""A version of fake inputs that no tensor reaches: what forward makes of the version of a view of one differs."""
 
 
 @dataclass
@@ -140,6 +142,9 @@ def fake_run_of(real: RealRun, change: Callable[[nn.Module], Any] = lambda twin:
         modes = modes_put_back(), quiet(), saved_here(), functions.traced(), mode, drawing, python_kernels(), recorder
         for tensor, _ in real.record.free.values():  # the same tensor object in both runs
             recorder.expect(tensor, fake(tensor))
+        from_outside = [*inputs, *(fake(tensor) for tensor, _ in real.record.free.values())]
+        versioned = [each for each in from_outside if type(each) is FakeTensor and not each.is_inference()]
+        set_version_counters(versioned, [_NO_VERSION] * len(versioned))
         symbolic, asked = symbols is not None, functions_called.integer
         integers = integers_as_symbols(real.integers, asked) if symbolic else nullcontext()
         with ExitStack() as stack:

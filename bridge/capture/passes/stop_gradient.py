@@ -298,9 +298,17 @@ def _link(graph: fx.Graph, begin: fx.Node, again: str) -> str | None:
                 read = graph.call_function(WITH_GRADIENT, (target, None))
             read.meta.update(node.meta)
             user.replace_input_with(node, read)
-    if any(user not in ours for node in inside for user in node.users):
+    outside = [node for node in inside if any(user not in ours for user in node.users)]
+    if not all(_decides(node) for node in outside):
         return "a tensor that its forward or backward makes is used outside of it"
     return None
+
+
+def _decides(node: fx.Node) -> bool:
+    """Whether a value of a Function is a new boolean or integer, by which forward decides: the call alone reads it."""
+    value, is_new = node.meta.get("val"), not is_view(node) and _written(node) is None
+    is_read = all(user.op == "output" for user in node.users) and node.meta[OWN].split(":")[1] == "forward"
+    return is_new and is_read and isinstance(value, torch.Tensor) and not _is_float(value)
 
 
 def _written(node: fx.Node) -> fx.Node | None:

@@ -113,6 +113,19 @@ def test_training_is_eagers(use):
     check_module(lambda: Block(USES[use]), lambda: Call((rows(),)), calls=2, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("is_large", [lambda h: (h > 9).any(), lambda h: int((h > 9).sum()) > 3])
+def test_forward_decides_by_what_it_makes(is_large):
+    def then(m, x):
+        return own.Called.apply(lambda h: h * 2 if is_large(h) else h, m.linear(x))
+
+    check_module(lambda: Block(then), lambda: Call((rows(),)), calls=2, rtol=1e-10, atol=1e-12)
+    module = Block(then).double()
+    add_tvm_dispatch(module, rows())
+    x = 1000 * rows()
+    torch.testing.assert_close(module(x), then(module, x), rtol=1e-10, atol=1e-12)
+    assert (stats(module).hits, sum(stats(module).misses.values())) == (0, 1)
+
+
 def saved_and_written(m, x):
     y = m.linear(x).exp()
     z = product(y, m.weight)

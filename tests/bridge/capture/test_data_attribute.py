@@ -405,3 +405,37 @@ def test_a_second_derivative_through_a_written_parameter_is_told():
     add_tvm_dispatch(module, x)
     with pytest.raises(RuntimeError, match=r"whose forward writes scale by .data"):
         torch.autograd.grad(module(x).square().sum(), [module.linear.weight], create_graph=True)
+
+
+class Versioned(nn.Module):
+    """Keeps a tensor's version beside the tensor, as a cache does."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.linear, self.of, self.kept = nn.Linear(4, 4), of, None
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        found = self.of(self, x)
+        self.kept = found * 2, found._version
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("of", [lambda m, x: (x * 2).view(-1), lambda m, x: (m.linear.weight * 2)[1]])
+def test_the_version_of_a_view_that_forward_makes(of):
+    module, x = Versioned(of).double(), torch.randn(3, 4, dtype=torch.float64)
+    add_tvm_dispatch(module, (x,))
+    for _ in range(2):
+        module(x)
+        assert module.kept[1] == 0
+    assert stats(module).hits == 2
+
+
+@pytest.mark.parametrize(
+    "of", [lambda m, x: m.linear.weight.t(), lambda m, x: m.seen[:2], lambda m, x: m.seen.add_(1)[:2]]
+)
+def test_the_version_of_a_view_of_state_is_refused(of):
+    module = Versioned(of)
+    module.seen.add_(1)  # its copies, which are recorded, have another version
+    with pytest.raises(UnsupportedModule, match="returns something else each time"):
+        add_tvm_dispatch(module, (torch.randn(3, 4),))
