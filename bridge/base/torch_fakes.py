@@ -20,14 +20,7 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.errors import is_user_file
 from bridge.base.torch_autograd import no_torch_dispatch
-from bridge.base.torch_internals import (
-    FakeTensor,
-    FakeTensorMode,
-    HigherOrderOperator,
-    find,
-    neg_view,
-    set_version_counters,
-)
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, HigherOrderOperator, find, neg_view
 
 __all__ = ["attributes_set_on", "clear_fake_memo", "fake_mode", "fake_of", "fake_state", "fake_type_hidden"]
 __all__ += ["meta_tensor", "new_fake", "outside_graph", "stand_in"]
@@ -132,7 +125,6 @@ def meta_tensor(form: Any, base: Any = None) -> torch.Tensor:
         else:
             made = torch.empty(0, dtype=dtype, device=_META)
             made.set_((made if base is None else base).untyped_storage(), offset, shape, stride)
-            set_version_counters((made,), (0 if base is None else base._version,))  # a view has its base's
         made = made.conj() if is_conj else made
         return neg_view(made) if is_neg else made
 

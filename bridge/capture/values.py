@@ -13,7 +13,7 @@ from bridge.base.collector import give_back_pages
 from bridge.base.devices import HOST
 from bridge.base.torch_autograd import apply_function, no_torch_dispatch
 from bridge.base.torch_fakes import fake_of, fake_state, meta_tensor, outside_graph
-from bridge.base.torch_internals import FakeTensor, FakeTensorMode, innermost_transform
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, innermost_transform, set_version_counters
 from bridge.base.torch_recording import has_wrapper
 from bridge.capture.rows import Record, ValueRef, form_of, memory_of, values_in, written
 
@@ -245,6 +245,7 @@ class _Layouts:
             state = self._states[form.device] = fake_state(self._mode, form.device)
         base = self._bases.get(memory, self._fakes.get(memory))
         made = meta_tensor(form, base)
+        set_version_counters((made,), (0 if base is None else base._version,))  # a view has its base's
         if base is None:
             self._bases[memory] = made
         return fake_of(made, form.device, state)

@@ -72,10 +72,6 @@ class ElfSymbol:
     value: int
     size: int
 
-    @property
-    def is_local(self) -> bool:
-        return self.info >> 4 == 0
-
 
 @dataclass(frozen=True)
 class Relocation:
@@ -216,7 +212,9 @@ class _Link:
 
     def __init__(self, object_file: ElfObject):
         self.sections = object_file.sections
-        self.exported = [each for each in object_file.symbols if each.section not in (None, -1) and not each.is_local]
+        self.exported = [
+            each for each in object_file.symbols if each.section not in (None, -1) and each.info >> 4
+        ]  # not local
         used = [each for section in self.sections.values() for each in section.relocations]
         self.imported = _distinct(each.symbol for each in used if each.symbol.section is None)
         self.table = _distinct([*(each.symbol for each in used if each.kind in _GOT), *self.imported])

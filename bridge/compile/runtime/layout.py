@@ -111,11 +111,6 @@ class Register:
         given = view if self.order is None else permute(view, inverse(self.order))
         return given.shape, given.strides
 
-    @cached_property
-    def given_kind(self) -> tuple[torch.Size, torch.dtype]:
-        """Static shape and element type of the caller's tensor."""
-        return torch.Size(self.given_form[0]), self.torch_dtype
-
     @property
     def numel(self) -> Dim:
         return math.prod(self.shape)
@@ -341,7 +336,7 @@ class InputForms:
 
     def __init__(self, name: str, params: Sequence[Register], device: torch.device):
         self._name, self._params = name, params
-        self._kinds = [param.given_kind for param in params]
+        self._kinds = [(torch.Size(param.given_form[0]), param.torch_dtype) for param in params]
         self._devices = [HOST if param.lies_on_host else device for param in params]
         self._turned = [(place, param.order) for place, param in enumerate(params) if param.order is not None]
         self._looks: list[tuple[TensorChecks, Strided]] = []  # variants of valid inputs
