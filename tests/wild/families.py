@@ -183,7 +183,7 @@ def _transformer(cls: type, **more: Any) -> tuple[nn.Module, Callable[[], Call]]
             given["attention_mask"] = torch.ones_like(ids)
         if "labels" in takes:
             token = re.search("LM|ConditionalGeneration|CTC|Token|ImageModeling|Protein", cls.__name__)
-            given["labels"] = ids if token else torch.tensor([0, 1])
+            given["labels"] = (ids // 2 if "CTC" in cls.__name__ else ids) if token else torch.tensor([0, 1])
         elif "decoder_input_ids" in takes:
             given["decoder_input_ids"] = ids
         if "start_positions" in takes:
