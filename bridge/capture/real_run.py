@@ -342,6 +342,7 @@ class _Watch:
             observation.reads.validates,
         )
         observation.reads.note_kin()
+        observation.reads.note_rebound(self.prepared.module.modules(), self.prepared.before.written())
         leaves, spec = pytree.tree_flatten(packed_arguments(self.passed))
         if spec != given.in_spec or any(now is not then for now, then in zip(leaves, given.leaves, strict=True)):
             reason = "changes a list, a dict or an object that was passed to the module"

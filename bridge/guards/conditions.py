@@ -33,6 +33,7 @@ from bridge.guards.watched import (
     Place,
     Slot,
     class_entry,
+    contents_at,
     entry_of,
 )
 from bridge.state import dict_behind, dict_versions
@@ -192,6 +193,7 @@ class ReadGuard:
             for (kind, of, *_), item in reads.items.items()
             if of not in tree or (kind == "name" and item.exact) or kind == "class"
         ]
+        items += [Answer(contents_at, (item,), {}, item.place) for item in reads.rebound if _without(item, but)]
         items = [each for item in items if (each := _without(item, but)) is not None] if but else items
         for reference, names in reads.modules.values():
             if (module := reference()) is not None and id(module) not in tree:

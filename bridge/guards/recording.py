@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import _bootstrap
 from types import CodeType, FrameType, FunctionType, GeneratorType
@@ -43,7 +43,7 @@ from bridge.guards.machinery import (
 )
 from bridge.guards.objects import ANY, Instance, inner_function, is_changeable
 from bridge.guards.sources import Frame
-from bridge.guards.watched import ABSENT, Name, Place
+from bridge.guards.watched import ABSENT, ClassName, ClosureCell, Contents, Name, Place
 from bridge.guards.world import REGISTRIES
 
 __all__ = ["Reads", "profiled"]
@@ -79,6 +79,7 @@ class Reads(CallAnalysis):
         self.told = defaultdict[type, dict[tuple, tuple[Any, str]]](dict)
         self._unset: dict[int, int] = {}
         self._set_at: dict[int, tuple[str, str]] = {}
+        self.rebound: list[Any] = []
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -142,6 +143,23 @@ class Reads(CallAnalysis):
                         place = Place("attribute", name, self.place(module).of)
                         self._note(("name", id(space), name), Name(space, name, place)).exact = True
         self.identical.clear()
+
+    def note_rebound(self, modules: Iterable[Any], written: Iterable[tuple[dict, str, list[Any]]]) -> None:
+        """Notes the places to which the run bound another container than they held, of equal contents or not.
+
+        ``written``: the attributes of ``modules`` that it set, with their old values in a list.
+        """
+        spaces = {id(each.__dict__): self.original(each).__dict__ for each in modules}
+        self.rebound = [
+            Name(spaces[id(own)], name, Place("attribute", name, " of a module"))
+            for own, name, held in written
+            if held and type(held[0]) in CONTAINERS
+        ]
+        for key, item in self.items.items():
+            if key in self.first and is_a(item, Name | ClassName | ClosureCell | Contents):
+                then, now = (_bound(item, each) for each in (self.first[key], item.read(run=True)))
+                if any(type(one) in CONTAINERS and other is not one for one, other in zip(then, now, strict=False)):
+                    self.rebound.append(item)
 
     # Events
 
@@ -394,6 +412,13 @@ class Reads(CallAnalysis):
             else:
                 self.whole(owner, frame.where)
                 self.written.add(("contents", id(self.original(owner))))
+
+
+def _bound(item: Any, value: Any) -> list[Any]:
+    """A place's value, or the entries of its contents."""
+    if not is_a(item, Contents) or type(value) is not list:
+        return [value]
+    return [part for each in value for part in (each if type(each) is tuple else (each,))]
 
 
 def _methods(kind: type, code: CodeType) -> Iterator[str]:

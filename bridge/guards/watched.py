@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bridge.guards.kinds import PLAIN, answer_of, contents_of, is_a, is_told, put_back
+from bridge.guards.kinds import CONTAINERS, PLAIN, answer_of, contents_of, is_a, is_told, put_back
 from bridge.guards.objects import ABSENT, class_entry, dict_of, is_changeable
 from bridge.state import kept, same
 
 __all__ = ["ABSENT", "MANY", "Answer", "CachedResult", "Class", "ClassName", "ClosureCell", "Code", "Contents"]
 __all__ += ["Missing", "Name", "Place", "Slot", "Watched", "alike", "class_entry", "entry_of", "slot_of"]
-__all__ += ["slots_in", "table_of"]
+__all__ += ["contents_at", "slots_in", "table_of"]
 
 _LOCAL = threading.local
 MANY = 64
@@ -288,6 +288,19 @@ class Answer(Watched):
 
     def read(self, run: bool = False) -> Any:
         return answer_of(self.function, self.args, self.kwargs)
+
+
+def contents_at(place: Watched) -> Any:
+    """What a container at a place holds, at any depth, as nested lists: forward makes the container anew, so that
+    nothing else tells whether the caller has changed it."""
+    return _nested(place.read())
+
+
+def _nested(value: Any) -> Any:
+    if type(value) is tuple:
+        return [tuple, *map(_nested, value)]
+    held = contents_of(value) if type(value) in CONTAINERS else None
+    return value if held is None else [type(value), *map(_nested, held(value))]
 
 
 class Missing(Watched):

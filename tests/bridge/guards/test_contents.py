@@ -163,3 +163,54 @@ def test_an_equal_object_in_its_place_is_looked_into_from_then_on(kind):
     assert [module(x)[0].item(), module(x)[0].item(), stats(module).hits] == [2, 2, 2]
     KEPT["v"][0] = 3
     assert module(x)[0].item() == 3
+
+
+HELD = {}
+
+
+def _around():
+    held = []
+
+    def put(value):
+        nonlocal held
+        held = value
+
+    return put, lambda: held
+
+
+PUT, GET = _around()
+PLACES = {
+    "attribute": (lambda m, made: setattr(m, "log", made), lambda m: m.log),
+    "of a module inside": (lambda m, made: setattr(m.linear, "log", made), lambda m: m.linear.log),
+    "of the class": (lambda m, made: setattr(type(m), "log", made), lambda m: type(m).log),
+    "of a file": (lambda m, made: HELD.__setitem__("log", made), lambda m: HELD["log"]),
+    "closure": (lambda m, made: PUT(made), lambda m: GET()),
+}
+
+
+class Resets(nn.Module):
+    """Begins each call with a container of its own, which the caller fills."""
+
+    def __init__(self, put, make):
+        super().__init__()
+        self.linear, self.put, self.make = nn.Linear(4, 4), put, make
+
+    def forward(self, x):
+        self.put(self, self.make())
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("make", [lambda: [1], lambda: {"a": 1}, lambda: [[1]], lambda: ([1], 2), lambda: {1}])
+def test_a_container_that_forward_makes_anew_is_as_in_eager(place, make):
+    put, get = PLACES[place]
+    module, x, wanted = Resets(put, make), torch.randn(3, 4), make()
+    add_tvm_dispatch(module, x)
+    module(x)
+    module(x)
+    assert stats(module).hits == 2
+    held = get(module)
+    inner = held[0] if type(held) is tuple or (type(held) is list and type(held[0]) is list) else held
+    inner.clear()
+    module(x)
+    assert get(module) == wanted and stats(module).misses
