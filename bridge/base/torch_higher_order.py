@@ -25,12 +25,15 @@ __all__ = [
     "is_indexing",
     "lifted_operands",
     "nested_operands",
+    "no_score_mod",
 ]
 
 _no_modes: Callable[[], AbstractContextManager] = find("torch.utils._python_dispatch._disable_current_modes")
 _cond = importlib.import_module("torch._higher_order_ops.cond")
 _flex = importlib.import_module("torch.nn.attention.flex_attention")
 BlockMask: type = _flex.BlockMask
+no_score_mod: Callable = find("torch.nn.attention.flex_attention._identity")
+"""The function that ``flex_attention`` takes where no ``score_mod`` is given."""
 _environment: Callable[[], AbstractContextManager] = find("torch._higher_order_ops.utils.setup_compilation_env")
 
 

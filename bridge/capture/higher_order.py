@@ -26,8 +26,9 @@ from bridge.base.torch_higher_order import (
     is_check_of_devices,
     is_indexing,
     lifted_operands,
+    no_score_mod,
 )
-from bridge.base.torch_internals import HigherOrderOperator, aten, innermost_transform, no_torch_function, pytree
+from bridge.base.torch_internals import HigherOrderOperator, aten, find, innermost_transform, no_torch_function, pytree
 from bridge.capture.custom_functions import functions_of_torchs
 from bridge.capture.replaced_functions import own_function
 
@@ -44,9 +45,14 @@ class _NotExactError(Exception):
 
 @dataclass(frozen=True)
 class ClosedFunction:
-    """A function of a graph that Dynamo made: it has no free variables, and Dynamo has accepted it."""
+    """A function of a graph that Dynamo made: it has no free variables, and Dynamo has accepted it.
+
+    Attributes:
+        is_identity: whether it returns its first argument, and does nothing else.
+    """
 
     call: Callable[..., Any]
+    is_identity: bool = False
 
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)
@@ -100,7 +106,14 @@ def _stacked(trees: Sequence[Any]) -> Any:
 # torch's operator on a CPU has a forward alone, by the same formula. Scores are float32, of float64 tensors float64.
 # Four nested ``vmap`` (batch, head, query, key) call ``score_mod`` and ``mask_mod``, in which indices that are tensors
 # take elements. Rows that are masked completely give zeros, -inf for their logsumexp, and no gradient.
+#
+# A GPU's kernels of ``scaled_dot_product_attention`` compute the output of narrow types where there is a mask alone:
+# they hold a tile of the scores. The formula's scores then serve the other results, and are dead where nothing reads
+# those.
 
+
+_attention = find("torch._C._nn.scaled_dot_product_attention")
+"""torch's own, where a user has replaced ``F.scaled_dot_product_attention``."""
 
 _INDICES = (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)
 """The axis over which each ``vmap`` goes of batch, head, query and key; the innermost one first."""
@@ -148,13 +161,37 @@ def attention(
         is_seen = _over_all(block_mask[-1], (), mask_mod_other_buffers)(*places, *mask_mod_other_buffers)
         scores = _over_all(score_mod, (0,), score_mod_other_buffers)(scores, *places, *score_mod_other_buffers)
     scores = torch.where(is_seen, scores, torch.full((), -math.inf, dtype=working, device=query.device))
-    made = aten._safe_softmax.default(scores, -1).to(dtype) @ value.to(dtype)
+    if _is_of_kernels(query, score_mod):
+        made = _by_kernel(query, key, value, is_seen, scale)
+    else:
+        made = aten._safe_softmax.default(scores, -1).to(dtype) @ value.to(dtype)
     top = scores.detach().amax(-1, keepdim=True)
     shift = torch.where(top == -math.inf, 0.0, top)
     total = (scores - shift).exp().sum(-1)
     is_empty = total == 0
     logsumexp = torch.where(is_empty, -math.inf, torch.where(is_empty, 1.0, total).log() + shift.squeeze(-1))
     return _laid_out(made, query), logsumexp / math.log(2), top.squeeze(-1) / math.log(2)
+
+
+def _is_of_kernels(query: torch.Tensor, score_mod: Callable) -> bool:
+    """Whether a GPU's attention kernel computes the output: of bfloat16 or float16, without a ``score_mod``."""
+    is_identity = score_mod is no_score_mod or (isinstance(score_mod, ClosedFunction) and score_mod.is_identity)
+    return is_identity and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _by_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_seen: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The output by ``scaled_dot_product_attention``; ``is_seen``, the mask, is ``(B, Hq, L, S)``.
+
+    Axes on which the mask does not depend, along which ``vmap`` has expanded it, are held once. A row without a key
+    sees all keys, and becomes zero: so no gradient of it is NaN.
+    """
+    for axis in (0, 1):
+        is_seen = is_seen.narrow(axis, 0, 1) if is_seen.stride(axis) == 0 else is_seen
+    has_key = is_seen.any(-1, keepdim=True)
+    made = _attention(query, key, value, is_seen | ~has_key, scale=scale)
+    return torch.where(has_key, made, 0.0)
 
 
 def _cast(x: torch.Tensor, kind: str) -> torch.Tensor:

@@ -176,7 +176,10 @@ class _Interpreter(fx.Interpreter):
 
     def get_attr(self, target: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)
-        return ClosedFunction(lambda *given: _Interpreter(value).run(*given)) if _is_graph(value) else value
+        if not _is_graph(value):
+            return value
+        first, *_, last = value.graph.nodes
+        return ClosedFunction(lambda *given: _Interpreter(value).run(*given), last.args[0] in (first, (first,)))
 
     def call_module(self, target: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         body = self.fetch_attr(target)

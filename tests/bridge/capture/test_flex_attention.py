@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention
 
 from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
+from bridge.capture import higher_order
 from tests.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:return_lse is deprecated")
@@ -469,3 +470,51 @@ def test_a_language_model_of_transformers(monkeypatch):
     assert stats(module).hits == 3, stats(module)
     torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)  # the loss is float32
     torch.testing.assert_close(list(module.parameters()), list(models[1].parameters()), rtol=0, atol=1e-7)
+
+
+def is_of_kernels_anywhere(query, score_mod):
+    return score_mod is higher_order.no_score_mod
+
+
+@pytest.mark.parametrize("mask", [causal, of_no_key, by_head, of_document, window], ids=lambda mask: mask.__name__)
+def test_the_output_by_the_kernel_of_a_mask(mask, monkeypatch):
+    """As on a GPU in narrow types, here by torch's formula in float64; rows without a key are zeros, and so is their
+    gradient."""
+    monkeypatch.setattr(higher_order, "_is_of_kernels", is_of_kernels_anywhere)
+    check(lambda m: {"block_mask": blocks(mask, 2, 2), "enable_gqa": True}, groups=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no GPU is tested")
+def test_no_scores_lie_in_a_gpus_memory():
+    length, heads, size = 1024, 8, 32
+    mask = create_block_mask(causal, None, None, length, length, device=DEVICE)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pairs = nn.Linear(heads * size, 3 * heads * size)
+
+        def forward(self, x):
+            q, k, v = self.pairs(x).view(*x.shape[:2], 3, heads, size).permute(2, 0, 3, 1, 4)
+            return flex_attention(q, k, v, block_mask=mask)
+
+    torch.manual_seed(0)
+    module, x = Block().to(DEVICE, torch.bfloat16), torch.randn(4, length, heads * size, device=DEVICE)
+    exact = copy.deepcopy(module).double()
+    add_tvm_dispatch(module, x.bfloat16())
+    peaks = []
+    for _ in range(3):
+        module.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made = module(x.bfloat16())
+        made.sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert stats(module).hits == 3 and peaks[-1] < 4 * heads * length**2 * 4 / 2  # the scores are 4 bytes each
+    q, k, v = exact.pairs(x.double()).view(4, length, 3, heads, size).permute(2, 0, 3, 1, 4)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    wanted.sum().backward()
+    torch.testing.assert_close(made.double(), wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(module.pairs.bias.grad.double(), exact.pairs.bias.grad, rtol=5e-2, atol=2.0)
