@@ -269,7 +269,8 @@ def where(importer, node, condition, x, y):
 def to_copy(importer, node, x, *, dtype=None, device=None, **layout):
     kind = importer.out(node).dtype
     is_number = kind.is_floating_point or kind.is_complex  # integers of the host are computed on the call's device
-    if device is not None and torch.device(device).type != current_device().type and is_number:
+    homes = current_device().type, node.args[0].meta["val"].device.type  # a number of the host may stay there
+    if device is not None and torch.device(device).type not in homes and is_number:
         raise UnsupportedUse(f"a copy to device {device}")
     return importer.cast(x, importer.out_dtype(node))
 

@@ -277,7 +277,7 @@ def test_another_choice_is_another_entry():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("name", {**DRAWS, **NUMBERS, **DISTRIBUTIONS})
+@pytest.mark.parametrize("name", sorted({*DRAWS, *NUMBERS, *DISTRIBUTIONS} - {"Beta of numbers"}))  # of the host
 def test_computed_draws_are_eagers(name, dtype):
     function = {**DRAWS, **NUMBERS, **DISTRIBUTIONS}[name]
     ours, eager = Function(function), Function(function)

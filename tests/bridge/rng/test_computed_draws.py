@@ -76,7 +76,6 @@ DISTRIBUTIONS = {
     "LogNormal": lambda x: distributions.LogNormal(x, 1.0, **OPTIONS).rsample() * x,
     "Laplace": lambda x: distributions.Laplace(x, x.exp(), **OPTIONS).rsample() * x,
     "Poisson": lambda x: distributions.Poisson(x.exp(), **OPTIONS).sample() * x,
-    "Gamma": lambda x: distributions.Gamma(x.exp(), 1 + x**2, **OPTIONS).rsample() * x,
     "Dirichlet": lambda x: distributions.Dirichlet(x.exp(), **OPTIONS).rsample() * x,
     "Beta of numbers": lambda x: distributions.Beta(0.4, 0.4, **OPTIONS).sample() * x,
 }
