@@ -51,7 +51,10 @@ _EFFECTS: dict[tuple[str, str], tuple[str, str]] = {
     ("_socket", "send sendall sendto recv recv_into recvfrom"): (FILES, OUTSIDE),
     ("_multiprocessing", "send recv send_bytes recv_bytes"): (_QUEUES, OUTSIDE),
     ("builtins", "send throw close add_note with_traceback"): (_MOVES, OUTSIDE),
-    ("_ctypes", "__call__ from_address"): (_FOREIGN, OUTSIDE),
+    ("_ctypes", "__call__ from_address"): (
+        _FOREIGN,
+        f"make a kernel an operator (torch.library.custom_op), or {OUTSIDE}",
+    ),
     ("torch.distributed.distributed_c10d", "set add get wait delete_key append num_keys"): (_STORES, OUTSIDE),
 }
 _BY_MODULE = {module: (frozenset(names.split()), told) for (module, names), told in _EFFECTS.items()}

@@ -49,6 +49,7 @@ OTHERS = {
     "guards.watched._REFILLED": "sets of the user's, as long as they live",
     "library.registry.FUNCTIONS": TABLES,
     "library.registry.INTO_GIVEN": TABLES,
+    "library.registry.OUT_FUNCTIONS": TABLES,
     "library.registry.OUT_KERNELS": TABLES,
     "reference.relax_operators.OPERATORS": TABLES,
     "rng.computed._BEGUN": "compilations that are on their way",
