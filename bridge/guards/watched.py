@@ -411,6 +411,7 @@ def slot_of(value: Any, name: str) -> Any:
 
 
 _IDENTITIES = (torch.Tensor, nn.Module, type, types.ModuleType, FunctionType, types.MethodType)
+_IDENTITIES += (int, float, complex, str, bytes)
 
 
 def alike(now: Any, then: Any, deep: int = 8) -> bool:

@@ -197,6 +197,8 @@ table in a table: H = {i: [float(i)] * 3 for i in range(90)} | 2. + sum(v[1] for
 key of a table: H = {f'k{i}': float(i) for i in range(90)} | sum(H.values()) | H['k70'] = 3.
 process group: | 2. + torch.distributed.is_initialized()
   | torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+number of a class of its own: class F(float): pass~H = F(2.) | H * 1. | H = F(3.)
+text of a class of its own: class S(str): pass~H = S('2') | float(H) | H = S('3')
 special method that torch calls: class C:~    k = 1~    def __index__(s): return s.k~H = C()
   | torch.tensor([2., 3., 5.])[H:][0] | H.k = 2
 sequence that torch reads: H = collections.UserList([2.]) | torch.tensor(H)[0] | H.data[0] = 3.
