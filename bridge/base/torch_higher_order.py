@@ -17,7 +17,9 @@ from bridge.base.torch_internals import HigherOrderOperator, find, frames_compil
 from bridge.base.torch_recording import no_python_kernels
 
 __all__ = [
+    "FLEX_ATTENTION",
     "INDEX",
+    "OUTPUT_ALONE",
     "BlockMask",
     "flex_attention_casts",
     "indexing_by_tensors",
@@ -26,6 +28,7 @@ __all__ = [
     "lifted_operands",
     "nested_operands",
     "no_score_mod",
+    "returns_output_alone",
 ]
 
 _no_modes: Callable[[], AbstractContextManager] = find("torch.utils._python_dispatch._disable_current_modes")
@@ -37,6 +40,9 @@ no_score_mod: Callable = find("torch.nn.attention.flex_attention._identity")
 _environment: Callable[[], AbstractContextManager] = find("torch._higher_order_ops.utils.setup_compilation_env")
 
 
+OUTPUT_ALONE = "OUTPUT_ALONE"
+"""A key of the kernels' options, in graphs, where nothing reads logsumexp and maximum."""
+FLEX_ATTENTION: HigherOrderOperator = _flex.flex_attention_hop
 _TAKEN = {"flex_attention": 7}
 """Name of an operator → number of arguments that Dynamo takes; it appends the tensors that the functions read."""
 
@@ -115,6 +121,14 @@ def is_check_of_devices(func: Any) -> bool:
             break
         frame = frame.f_back
     return frame is not None and frame.f_code is _flex._validate_device.__code__
+
+
+def returns_output_alone() -> bool:
+    """Whether the call of ``flex_attention`` that runs returns neither logsumexp nor maximum of the scores."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _flex.flex_attention.__code__:
+        frame = frame.f_back
+    return frame is not None and not frame.f_locals["return_lse"] and frame.f_locals.get("return_aux") is None
 
 
 def nested_operands() -> AbstractContextManager[None]:

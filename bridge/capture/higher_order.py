@@ -21,12 +21,14 @@ from torch.overrides import TorchFunctionMode
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of_forward, swallowed
 from bridge.base.modes import while_active
 from bridge.base.torch_higher_order import (
+    OUTPUT_ALONE,
     flex_attention_casts,
     indexing_by_tensors,
     is_check_of_devices,
     is_indexing,
     lifted_operands,
     no_score_mod,
+    returns_output_alone,
 )
 from bridge.base.torch_internals import HigherOrderOperator, aten, find, innermost_transform, no_torch_function, pytree
 from bridge.capture.custom_functions import functions_of_torchs
@@ -107,9 +109,8 @@ def _stacked(trees: Sequence[Any]) -> Any:
 # Four nested ``vmap`` (batch, head, query, key) call ``score_mod`` and ``mask_mod``, in which indices that are tensors
 # take elements. Rows that are masked completely give zeros, -inf for their logsumexp, and no gradient.
 #
-# A GPU's kernels of ``scaled_dot_product_attention`` compute the output of narrow types where there is a mask alone:
-# they hold a tile of the scores. The formula's scores then serve the other results, and are dead where nothing reads
-# those.
+# Where there is a mask alone, and nothing reads logsumexp and maximum, a GPU's kernel of
+# ``scaled_dot_product_attention`` computes the output of narrow types: it holds a tile of the scores.
 
 
 _attention = find("torch._C._nn.scaled_dot_product_attention")
@@ -144,7 +145,7 @@ def attention(
 
     Returns:
         The output ``(B, Hq, L, Ev)``, whose axes lie in memory as ``query``'s axes; logsumexp and maximum of the
-        scores ``(B, Hq, L)``, divided by ln 2.
+        scores ``(B, Hq, L)``, divided by ln 2; both empty where nothing reads them.
     """
     kind, dtype = query.device.type, query.dtype
     if torch.is_autocast_enabled(kind) and flex_attention_casts(kind):
@@ -155,16 +156,17 @@ def attention(
     batch, heads, rows, _ = query.shape
     working = torch.float64 if dtype == torch.float64 else torch.float32
     key, value = (_of_all_heads(each, batch, heads) for each in (key, value))
-    scores = (query.to(working) @ key.to(working).transpose(-2, -1) * scale).to(working)
     places = [torch.arange(size, device=query.device) for size in (batch, heads, rows, key.shape[2])]
     with indexing_by_tensors():
         is_seen = _over_all(block_mask[-1], (), mask_mod_other_buffers)(*places, *mask_mod_other_buffers)
+    if _is_of_kernels(query, score_mod) and (OUTPUT_ALONE in kernel_options or returns_output_alone()):
+        made = _laid_out(_by_kernel(query, key, value, is_seen, scale), query)
+        return made, made.new_empty(0, dtype=working), made.new_empty(0, dtype=working)
+    scores = (query.to(working) @ key.to(working).transpose(-2, -1) * scale).to(working)
+    with indexing_by_tensors():
         scores = _over_all(score_mod, (0,), score_mod_other_buffers)(scores, *places, *score_mod_other_buffers)
     scores = torch.where(is_seen, scores, torch.full((), -math.inf, dtype=working, device=query.device))
-    if _is_of_kernels(query, score_mod):
-        made = _by_kernel(query, key, value, is_seen, scale)
-    else:
-        made = aten._safe_softmax.default(scores, -1).to(dtype) @ value.to(dtype)
+    made = aten._safe_softmax.default(scores, -1).to(dtype) @ value.to(dtype)
     top = scores.detach().amax(-1, keepdim=True)
     shift = torch.where(top == -math.inf, 0.0, top)
     total = (scores - shift).exp().sum(-1)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from bridge.base.torch_higher_order import FLEX_ATTENTION, OUTPUT_ALONE
 from bridge.base.torch_internals import enter_autocast, exit_autocast, get_data_attribute
 from bridge.capture import ClosedFunction, DynamicDim, has_form
 
@@ -174,6 +175,12 @@ class _Interpreter(fx.Interpreter):
     Dynamo's own function for the begin of an autocast region casts nothing while the graph is traced.
     """
 
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is FLEX_ATTENTION and all(_takes_first(user) for user in n.users):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return self.call_function(n.target, (*args[:6], {**args[6], OUTPUT_ALONE: True}, *args[7:]), kwargs)
+        return super().run_node(n)
+
     def get_attr(self, target: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)
         if not _is_graph(value):
@@ -225,6 +232,10 @@ def _custom_function(
             return backward(*grads, *(other if tensor is None else tensor for tensor, other in kept))
 
     return Custom.apply
+
+
+def _takes_first(user: fx.Node) -> bool:
+    return user.target is operator.getitem and user.args[1] == 0
 
 
 def _is_graph(value: Any) -> bool:
