@@ -309,7 +309,7 @@ def test_records_know_every_field():
         Output: "value is_tensor alias_of is_same_object shape stride offset dtype is_conjugate requires_grad reaches "
         "through is_saved is_held",
         Observation: "outputs out_spec draws unsupported differentiates reads_validation objects counted "
-        "saved saved_views overwritten checkpointed replaced reads",
+        "saved saved_views overwritten checkpointed reads",
     }
     assert {kind: " ".join(kind.__annotations__) for kind in known} == known
 

@@ -208,7 +208,7 @@ class Contains(nn.Module):
 
 
 def kinds(m):
-    return m.ws[0].is_leaf + m.ws[0]._version
+    return m.ws[0].is_leaf + m.ws[0].storage_offset()
 
 
 ANEW = {
@@ -226,7 +226,7 @@ CHANGED = {
     "none": (lambda m, h: h if m.ws[0] is None else h * m.ws[0], lambda m, i: m.ws.__setitem__(0, None)),
     "class": (lambda m, h: h * m.ws[isinstance(m.ws, tuple)], lambda m, i: setattr(m, "ws", tuple(m.ws))),
     "same": (lambda m, h: h * m.ws[m.ws[0] is m.ws[1]], lambda m, i: m.ws.__setitem__(0, m.ws[1])),
-    "asked": (lambda m, h: h * m.ws[0] * kinds(m), lambda m, i: m.ws[0].add_(1)),
+    "asked": (lambda m, h: h * m.ws[0] * kinds(m), lambda m, i: m.ws.__setitem__(0, double(i, 8)[4:])),
     "tied": (lambda m, h: h * m.tied[0], lambda m, i: setattr(m.linear, "bias", nn.Parameter(double(i, 4)))),
     "second name": (lambda m, h: h * m.scale + m.again, lambda m, i: setattr(m, "again", double(i, 4))),
     "tied item": (lambda m, h: h * m.tied[0], lambda m, i: m.tied.__setitem__(0, nn.Parameter(double(i, 4)))),
