@@ -222,7 +222,12 @@ class Opaque:
             given = [lent(each) for each in tensors]
             kept = [StorageWeakRef(each.untyped_storage()) for each in given]
             addresses = {storage_id(each) for each in given}
-            made, behind = application.run(given, noted.kind)
+            try:
+                made, behind = application.run(given, noted.kind)
+            except RuntimeError as error:
+                if "_Entered" not in str(error):
+                    raise
+                raise NotTraceable("changes an argument that autograd follows, and cannot be traced") from None
             del given
             self.made |= inside.memory
             results = _results(made, addresses, noted.partial)

@@ -274,6 +274,23 @@ class Writes(torch.autograd.Function):
         return grad.mul_(float(grad.sum()))
 
 
+class Dirties(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(1.5)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float(grad.sum())
+
+
+def dirtied(m, h):
+    y = h * 2
+    Dirties.apply(y)
+    return y.sum()
+
+
 class View(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -298,6 +315,7 @@ REFUSED = {
     "made inside, used outside": (leaked, "Leaks"),
     "writes the gradient": (lambda m, h: Writes.apply(h), "Writes: its backward"),
     "a view": (lambda m, h: View.apply(h), "View"),
+    "writes its argument": (dirtied, "Dirties"),
 }
 
 
