@@ -186,6 +186,7 @@ class Cast(torch.autograd.Function):
 
 
 def test_autocast_is_as_around_the_call():
+    torch.manual_seed(0)  # sums in bfloat16 that nearly cancel are as close as chance
     module = Model(lambda m, h: Cast.apply(h, m.weight.detach())).float()
     eager, x = copy.deepcopy(module), torch.randn(3, 4)
     found = []
