@@ -186,7 +186,6 @@ class Cast(torch.autograd.Function):
 
 
 def test_autocast_is_as_around_the_call():
-    torch.manual_seed(0)  # sums in bfloat16 that nearly cancel are as close as chance
     module = Model(lambda m, h: Cast.apply(h, m.weight.detach())).float()
     eager, x = copy.deepcopy(module), torch.randn(3, 4)
     found = []
@@ -198,8 +197,8 @@ def test_autocast_is_as_around_the_call():
         y.float().sum().backward()
         found.append((y, each.layer.weight.grad))
     assert found[0][0].dtype == found[1][0].dtype == torch.bfloat16 and stats(module).hits == 1
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(*found, strict=True):  # sums of bfloat16 that nearly cancel: off by terms' rounding
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 def test_saved_state_lives_as_long_as_the_graph():
