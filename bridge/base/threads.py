@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 __all__ = ["free_in_children", "held", "interrupts_deferred", "is_alone", "raise_deferred", "renewed_in_children"]
-__all__ += ["serves", "stack_of"]
+__all__ += ["frame_of", "serves", "stack_of"]
 
 _SERVANTS = frozenset(["bridge", "execnet", "ipykernel", "torch", "tornado", "tqdm", "zmq"])
 """Packages (this one included) whose threads pass messages, compile or watch a progress bar, and never draw."""
@@ -53,8 +53,12 @@ def stack_of(thread: int) -> traceback.StackSummary:
     Autograd runs the backward of a GPU's tensors in its own threads, whose stacks have no user frames; the calling
     thread waits meanwhile.
     """
-    frame = None if thread == threading.get_ident() else sys._current_frames().get(thread)
-    return traceback.extract_stack(frame)
+    return traceback.extract_stack(frame_of(thread))
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """The innermost frame of another thread (an identifier); ``None`` for this one, and for one that has ended."""
+    return None if thread == threading.get_ident() else sys._current_frames().get(thread)
 
 
 def _is_servant(frame: FrameType | None) -> bool:

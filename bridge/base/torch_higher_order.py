@@ -115,20 +115,21 @@ def is_check_of_devices(func: Any) -> bool:
     """
     if func != _requires_grad:
         return False
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_BETWEEN):
-        if frame is None or frame.f_code is _flex._validate_device.__code__:
-            break
-        frame = frame.f_back
-    return frame is not None and frame.f_code is _flex._validate_device.__code__
+    return _frame_around(_flex._validate_device, 1 + _BETWEEN) is not None
 
 
 def returns_output_alone() -> bool:
     """Whether the call of ``flex_attention`` that runs returns neither logsumexp nor maximum of the scores."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _flex.flex_attention.__code__:
-        frame = frame.f_back
+    frame = _frame_around(_flex.flex_attention)
     return frame is not None and not frame.f_locals["return_lse"] and frame.f_locals.get("return_aux") is None
+
+
+def _frame_around(function: Any, most: int = sys.maxsize) -> FrameType | None:
+    """The frame of a function in Python that runs, at most so many frames outside of the caller."""
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_code is not function.__code__:
+        frame, most = frame.f_back if most > 1 else None, most - 1
+    return frame
 
 
 def nested_operands() -> AbstractContextManager[None]:

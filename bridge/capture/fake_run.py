@@ -48,7 +48,7 @@ _SLICE = aten.slice.Tensor
 _DEPENDS = "do not let it depend on the numbers in tensors, or on anything that changes in between (a clock, a counter)"
 _NOTHING = object()
 _NO_VERSION = 2**30
-"""A version of fake inputs that no tensor reaches: what forward makes of the version of a view of one differs."""
+"""A version of fake inputs that no tensor reaches: a value that forward makes of the version of a view differs."""
 
 
 @dataclass

@@ -49,7 +49,7 @@ class NotTraceable(Exception):
 _CODE = ("forward", "setup_context", "backward")
 _BASES = [kind for kind in torch.autograd.Function.__mro__ if isinstance(kind, type(torch.autograd.Function))]
 _MEMBERS = {name for kind in _BASES for name in vars(kind) if not name.startswith("_")} - {"apply"}
-"""What a Function may define: its code, and settings that say how it is called."""
+"""Names that a Function may define: its code, and settings that say how it is called."""
 
 
 class NotedContext:

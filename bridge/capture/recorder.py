@@ -20,6 +20,7 @@ import torch
 from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of
 from bridge.base.modes import while_active
 from bridge.base.tensor_properties import is_nested
+from bridge.base.threads import frame_of
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_internals import (
     MODULE_CALL,
@@ -402,8 +403,7 @@ class OperatorRecorder(PreDispatchMode):
         if self.answers is not None and self._symbols is None and (known := self._answer()) is not None:
             return known.where, known.path  # the walk would double the time of a row
         where, path = None, None
-        is_here = get_ident() == self._thread  # a GPU's derivatives are computed in autograd's thread
-        frame: FrameType | None = sys._getframe(2) if is_here else sys._current_frames().get(self._thread)
+        frame: FrameType | None = frame_of(self._thread) or sys._getframe(2)
         while frame is not None and (where is None or path is None):
             code = frame.f_code
             if code is _OUTSIDE:

@@ -273,7 +273,7 @@ def _on_fakes(real: RealRun, *change: Callable[[nn.Module], Any]) -> FakeRecord:
         names = {f"self.{each}" for each in fake.changed}.difference(real.changed())
         changed += sorted(
             each for each in names if not each.endswith("._buffers")
-        )  # tensors, which are compared as such
+        )  # tensors: their values are compared
     if changed and fake.symbols is not None:
         problems = [Unsupported(each, "forward", _BY_SIZES, _KEEP) for each in changed]
         raise UnsupportedModule(real.given.call.name, problems)

@@ -291,7 +291,7 @@ class Answer(Watched):
 
 
 def contents_at(place: Watched) -> Any:
-    """What a container at a place holds, at any depth, as nested lists: forward makes the container anew, so that
+    """The contents of a container at a place, at any depth, as nested lists: forward makes the container anew, so that
     nothing else tells whether the caller has changed it."""
     return _nested(place.read())
 

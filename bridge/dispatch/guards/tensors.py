@@ -233,7 +233,7 @@ _FROZEN = (
     (attrgetter("_version"), _REWRITTEN),
     (torch.Tensor.data_ptr, "moved in memory since it was frozen"),
 )
-"""What must be equal of a frozen tensor, and the words for another value."""
+"""The properties of a frozen tensor that must be equal, and the words for another value."""
 
 
 class FrozenTensors:
