@@ -8,15 +8,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from bridge.compile.cuda.backend import CudaBackend, generate, generate_apart
+from bridge.compile.cuda.backend import CudaBackend, generate
 from bridge.compile.cuda.limits import LIMITS, ORDER
 from bridge.compile.loop_ir.graph import Graph, Reduction, Value
-from bridge.compile.runtime.link import kernel_apart
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.products import plan_columns
 from bridge.compile.schedule.read_again import read_again
-from bridge.compile.schedule.row_plan import RowPlan
 from tests.opencl import OpenClKernels
 
 __all__ = ["BACKEND", "FOR_LITTLE", "CudaKernels", "array", "assert_near", "planned"]
@@ -52,11 +50,7 @@ class CudaKernels:
         self.graphs = graphs
         plans = {each.plan: None for graph in graphs for each in graph}
         self.index = {plan: index for index, plan in enumerate(plans)}
-        row_plans = [plan for plan in plans if isinstance(plan, RowPlan)]
-        self.apart = {plan: made for plan in row_plans if (made := generate_apart(plan, plain=True)) is not None}
-        functions = [generate(plan, plain=True) for plan in plans]
-        self.code = OpenClKernels([*functions, *(func for made in self.apart.values() for func in made)])
-        self.first = {plan: len(functions) + 2 * index for index, plan in enumerate(self.apart)}
+        self.code = OpenClKernels([generate(plan, plain=True) for plan in plans])
 
     def run(
         self,
@@ -66,34 +60,14 @@ class CudaKernels:
     ) -> None:
         """Runs a graph's kernels; ``memory`` has the inputs, and the results afterwards.
 
-        Kernels that sum columns run in one stage and in two, which give the same bits.
-
         ``number``: extents as numbers.
         """
-
-        def launch(index: int, *values: Value) -> None:
-            self.code(index, [array(memory[value]) for value in values], number(each.scalars))
-
         for each in graph:
             made = (*each.outputs, *each.scratch)
-            self._clear(memory, made, number)
-            launch(self.index[each.plan], *each.inputs, *made)
-            if each.plan in self.apart:
-                whole = [memory[value] for value in each.outputs]
-                self._clear(memory, made, number)
-                kernel, first = kernel_apart(each, *self.apart[each.plan]), self.first[each.plan]
-                launch(first, *kernel.inputs, *kernel.outputs, *kernel.scratch)
-                launch(first + 1, *kernel.finish.parts, *kernel.finish.outputs)
-                assert all(map(_same_bits, whole, (memory[value] for value in each.outputs)))
-
-    @staticmethod
-    def _clear(memory: dict[Value, torch.Tensor], values: Sequence[Value], number: Callable) -> None:
-        for value in values:
-            memory[value] = torch.full(number(value.shape), 3, dtype=getattr(torch, value.dtype))
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+            for value in made:
+                memory[value] = torch.full(number(value.shape), 3, dtype=getattr(torch, value.dtype))
+            arrays = [array(memory[value]) for value in (*each.inputs, *made)]
+            self.code(self.index[each.plan], arrays, number(each.scalars))
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:

@@ -55,10 +55,10 @@ class Backend(Rules):
 
     @property
     def of_steps(self) -> Backend:
-        """This backend for loop bodies: the same bits, threads from less work on, one stream."""
+        """This backend for loop bodies: the same bits, threads from less work on."""
         limits = self.limits
         work = min(limits.threads.parallel_work, limits.threads.parallel_steps)
-        return replace(self, limits=limits.having(parallel_work=work, streams=1))
+        return replace(self, limits=limits.having(parallel_work=work))
 
     @property
     def measures_products(self) -> bool:
@@ -94,14 +94,6 @@ class Backend(Rules):
         One product kernel serves all plans of an element type: it reads
         :data:`~bridge.compile.loop_ir.operations.FIELDS` at each launch. The limits decide on horizontal fusion.
         """
-
-    def apart(self, plan: RowPlan | ColumnPlan | HorizontalFusionPlan) -> tuple[PrimFunc, PrimFunc] | None:
-        """A plan → two kernels, launched one after the other: one leaves partial column sums, one adds the partials.
-
-        ``None``: the plan is one kernel. The first kernel takes inputs, results (except column results) and scratch
-        memory; the second takes partials and column results. A consumer may wait for the first kernel alone.
-        """
-        return None
 
     @abstractmethod
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:

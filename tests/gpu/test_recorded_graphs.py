@@ -16,7 +16,6 @@ from bridge import add_tvm_dispatch, stats
 from bridge.compile import gpu_of
 from bridge.compile.cuda.driver_graphs import captured, new_stream
 from bridge.compile.cuda.memory import PoolMemory
-from bridge.compile.runtime.second_stream import second_stream_steps
 from bridge.library import INTO_GIVEN
 from bridge.rng.engine import GeneratorStates
 from tests.bridge.dispatch.recorded_loops import LOOPS, Pair, plain
@@ -476,22 +475,6 @@ def test_convolutions_write_what_a_recording_returns(written):
     graphs = stats(modules[0]).graphs
     assert graphs.replays > 16 and not graphs.refused and graphs.recordings, graphs
     assert {name for name, is_done in written if is_done} >= {"convolution_last", "max_pool_last"}
-
-
-def test_steps_beside_wait_for_copies_of_inputs():
-    """A gradient that is not dense is copied first, for a time in which the weight's product would have begun."""
-    torch.manual_seed(0)
-    eager = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 2048)).to(DEVICE)
-    x, grad = (torch.randn(2048, 2048, device=DEVICE) for _ in range(2))
-    ours = copy.deepcopy(eager)
-    add_tvm_dispatch(ours, x.requires_grad_(), cuda_graphs=True)
-    for _ in range(12):
-        grad.normal_()
-        found = [torch.autograd.grad(module(x), [x, *module.parameters()], grad.t()) for module in (ours, eager)]
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
-    (entry,) = stats(ours).entries
-    beside = second_stream_steps(entry.backward.steps, entry.backward.layout.views).spans
-    assert beside and stats(ours).graphs.replays > 12, stats(ours).graphs
 
 
 class Eigenvalues(nn.Module):

@@ -19,7 +19,7 @@ from bridge.compile.codegen.pointwise import compute_type, different
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.operations import Argument, Number, Term
 
-__all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "Kernel", "LaunchArguments", "LoopScope", "SecondStage", "const"]
+__all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "Kernel", "LaunchArguments", "LoopScope", "const"]
 __all__ += ["converted", "flat_buffer", "loop", "loop_function", "lower_loops", "rounded", "sequence"]
 
 INDEX = "int64"
@@ -110,19 +110,10 @@ def converted(e: Emitter, value: Expr, source: str, target: str) -> Expr:
 
 
 @dataclass(frozen=True)
-class SecondStage:
-    """A second launch: ``func(parts…, outputs…, descriptor)``; ``parts``: the kernel's scratch memory."""
-
-    func: PrimFunc = field(repr=False)
-    parts: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-
-
-@dataclass(frozen=True)
 class Kernel:
     """A kernel ``func(inputs…, outputs…, scratch…, descriptor)``; ``ops``: its operators, in order.
 
-    The descriptor points to the ``scalars`` as int64, if there are any; ``outputs`` excludes the results of ``finish``.
+    The descriptor points to the ``scalars`` as int64, if there are any.
     """
 
     func: PrimFunc = field(repr=False)
@@ -131,7 +122,6 @@ class Kernel:
     scratch: tuple[Value, ...] = ()
     ops: tuple[str, ...] = ()
     scalars: tuple[Dim, ...] = ()
-    finish: SecondStage | None = None
 
 
 def lower_loops() -> tuple[tvm.transform.Pass, Callable, Callable]:

@@ -86,7 +86,6 @@ LIMITS = Limits.of(
     together=1,
     small_casts=0,
     read_again=0,
-    streams=1,
 )
 
 

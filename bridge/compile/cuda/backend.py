@@ -1,6 +1,6 @@
 """The CUDA backend: a GPU → kernels and machine code for it; matrix products are torch's.
 
-Kernels: a plan → one PrimFunc or two, which read the launch's integers on the host and contain one or more launches.
+Kernels: a plan → a PrimFunc, which reads the launch's integers on the host and contains one or more launches.
 
 Schedules of functions that TVM legalized, for CUDA: spatial loops bound to blocks and threads.
 """
@@ -30,7 +30,7 @@ from bridge.compile.cuda.build import (
     launch_shapes,
     target_of,
 )
-from bridge.compile.cuda.columns import generate_columns, second_stage_columns
+from bridge.compile.cuda.columns import generate_columns
 from bridge.compile.cuda.elements import elements, lookup, pool_gradient
 from bridge.compile.cuda.emitter import storage_type
 from bridge.compile.cuda.executor import CudaExecutor
@@ -38,7 +38,7 @@ from bridge.compile.cuda.limits import FLOAT64_ARCHITECTURES, LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version, warm_up
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
-from bridge.compile.cuda.row import row_launch, rows
+from bridge.compile.cuda.row import rows
 from bridge.compile.cuda.scatter import scatter, sorts
 from bridge.compile.loop_ir.operations import LookupPlan, PoolPlan, ProductPlan, ScatterPlan
 from bridge.compile.runtime.build import build_kernels, in_background
@@ -50,7 +50,7 @@ from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.products import ColumnPlan
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
-__all__ = ["CudaBackend", "architecture", "generate", "generate_apart", "scheduled"]
+__all__ = ["CudaBackend", "architecture", "generate", "scheduled"]
 
 
 def generate(plan: RowPlan | ColumnPlan | HorizontalFusionPlan, plain: bool = False) -> PrimFunc:
@@ -67,25 +67,6 @@ def generate(plan: RowPlan | ColumnPlan | HorizontalFusionPlan, plain: bool = Fa
     launches = rows(plan, buffers, number, plain) if reduces else elements([(plan, buffers, number)])
     tensors = (*buffers.inputs, *buffers.outputs.values(), *buffers.scratch)
     return loop_function([*tensors, *number.params], sequence([*number.stmts, *launches]))
-
-
-def generate_apart(plan: RowPlan, plain: bool = False) -> tuple[PrimFunc, PrimFunc] | None:
-    """The kernel of a plan that sums columns, as two; ``None`` if it sums none.
-
-    Parameters of the first: inputs, results of rows, scratch memory, the launch's integers; of the second: partial sums
-    in that scratch memory, the sums, the integers. ``plain``: see :func:`generate`.
-    """
-    buffers = KernelBuffers.of(plan, storage_type)
-    parts, sums = ([each[node] for node in plan.finished] for each in (buffers.partial, buffers.outputs))
-    if not sums:
-        return None
-    rest = [buffer for node, buffer in buffers.outputs.items() if node not in plan.finished]
-    number = LaunchArguments(plan.arguments, plan.index_type)
-    launch = row_launch(plan, buffers, number, plain)
-    first = loop_function([*buffers.inputs, *rest, *buffers.scratch, *number.params], sequence([*number.stmts, launch]))
-    number = LaunchArguments(plan.arguments, plan.index_type)
-    finish = second_stage_columns(plan, buffers, number)
-    return first, loop_function([*parts, *sums, *number.params], sequence([*number.stmts, finish]))
 
 
 def _generate_fused(plan: HorizontalFusionPlan) -> PrimFunc:
@@ -173,9 +154,6 @@ class CudaBackend(Backend):
             case RowPlan() | ColumnPlan() | HorizontalFusionPlan():
                 return generate(plan)
         raise NotImplementedError(f"products on CUDA are torch's, not generated: {plan}")
-
-    def apart(self, plan: RowPlan | ColumnPlan | HorizontalFusionPlan) -> tuple[PrimFunc, PrimFunc] | None:
-        return generate_apart(plan) if isinstance(plan, RowPlan) and self.limits.kernel.streams > 1 else None
 
     def legalized(self, function: PrimFunc) -> PrimFunc:
         return scheduled(function, target_of(self.arch))

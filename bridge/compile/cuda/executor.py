@@ -5,28 +5,17 @@ was given back may be taken while the GPU still works in it; work on another str
 captures a CUDA graph, blocks come from the graph's pool, and a replay finds them unchanged.
 
 Kernels read vectors of 16 bytes: a misaligned input is copied. Generators' states are copied from host to device.
-
-Second stream: a captured run on two streams: the critical path's steps on one, other steps on the second. Both streams
-launch in the program's order. A step waits for the last step of the other stream that uses the same memory, if one of
-the two writes it. Memory is identified by the addresses of a step's tensors; this covers views, arena memory that is
-reused for several values, and overlapping tensors of the caller. In the graph, that is a branch which leaves and joins
-the path only where necessary. Allocations of torch's kernels come from memory of their own stream, which the other
-stream's steps get only after both are joined.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.session import SESSION
-from bridge.base.tensor_properties import span_of
 from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.base.torch_internals import VF
@@ -34,10 +23,9 @@ from bridge.compile.cuda.copies import bring
 from bridge.compile.runtime.executor import Actions, Executor
 from bridge.compile.runtime.instructions import Launch
 from bridge.compile.runtime.layout import ArenaPool, PoolUser
-from bridge.compile.runtime.loop_frame import Instruction
 from bridge.compile.runtime.program import Program
 
-__all__ = ["ALIGNMENT", "POOLS", "Crossings", "CudaExecutor", "Range", "SecondStream", "StreamPools", "memory_of"]
+__all__ = ["ALIGNMENT", "POOLS", "CudaExecutor", "StreamPools"]
 
 #: Alignment in bytes of a kernel's widest access.
 ALIGNMENT = 16
@@ -131,143 +119,3 @@ class CudaExecutor(Executor):
 
 def _nothing() -> None:
     """No preparation: a launch sets its device itself."""
-
-
-Range = tuple[int, int]
-"""Half-open range of addresses."""
-
-_PATH, _SECOND = 0, 1
-_ALL: Range = (0, 1 << 64)
-
-
-def memory_of(tensors: Sequence[torch.Tensor | None]) -> list[Range]:
-    """Address ranges of tensors, each from its first element to its last."""
-    found = []
-    for tensor in tensors:
-        if tensor is not None and (count := tensor.numel()):
-            first = tensor.data_ptr()
-            span = count if tensor.is_contiguous() else span_of(tensor.shape, tensor.stride())
-            found.append((first, first + span * tensor.itemsize))
-    return found
-
-
-class Crossings:
-    """Memory use of the steps of two streams, in order → the other stream's step that a step must wait for."""
-
-    def __init__(self) -> None:
-        self._memory = _Touched(), _Touched()
-        self._launched = [0, 0]
-        self._awaited = [0, 0]
-
-    def before(self, stream: int, reads: Sequence[Range], writes: Sequence[Range]) -> int | None:
-        """The index of the other stream's last step that a step must wait for; ``None`` if it need not, or has."""
-        other = self._memory[1 - stream]
-        last = max([*(other.written(each) for each in reads), *(other.touched(each) for each in writes)], default=-1)
-        if last < self._awaited[stream]:
-            return None
-        self._awaited[stream] = last + 1
-        return last
-
-    def add(self, stream: int, reads: Sequence[Range], writes: Sequence[Range]) -> None:
-        """Notes a launched step."""
-        number = self._launched[stream]
-        self._launched[stream] += 1
-        for each in reads:
-            self._memory[stream].mark(each, number, False)
-        for each in writes:
-            self._memory[stream].mark(each, number, True)
-
-
-class _Touched:
-    """Address ranges → the indices of the last steps that wrote, and that used, each part; -1: none.
-
-    Memory is cut where a range begins or ends.
-    """
-
-    def __init__(self) -> None:
-        self._cuts = [0]
-        self._written, self._touched = [-1], [-1]
-
-    def written(self, memory: Range) -> int:
-        """The last step that wrote into any part of a range."""
-        return max(self._written[self._parts(memory)])
-
-    def touched(self, memory: Range) -> int:
-        """The last step that read or wrote any part of a range."""
-        return max(self._touched[self._parts(memory)])
-
-    def mark(self, memory: Range, number: int, is_written: bool) -> None:
-        """Notes a step that used a whole range; indices never decrease."""
-        first, last = map(self._cut, memory)
-        self._touched[first:last] = [number] * (last - first)
-        if is_written:
-            self._written[first:last] = [number] * (last - first)
-
-    def _parts(self, memory: Range) -> slice:
-        begin, end = memory
-        return slice(bisect_right(self._cuts, begin) - 1, bisect_left(self._cuts, end))
-
-    def _cut(self, address: int) -> int:
-        place = bisect_left(self._cuts, address)
-        if place == len(self._cuts) or self._cuts[place] != address:
-            self._cuts.insert(place, address)
-            for numbers in (self._written, self._touched):
-                numbers.insert(place, numbers[place - 1])
-        return place
-
-
-class SecondStream:
-    """Launches the steps of captured runs, one run at a time, from :meth:`fork` to :meth:`join`.
-
-    Args:
-        steps: indices of second-stream steps.
-        beside: a context in which this thread launches on the second stream.
-        mark: marks the current end of a stream: 0 is the critical path's, 1 the second stream.
-        wait: makes a stream wait for a mark.
-    """
-
-    def __init__(
-        self,
-        steps: Collection[int],
-        beside: Callable[[], AbstractContextManager],
-        mark: Callable[[int], object],
-        wait: Callable[[int, object], None],
-    ):
-        self._steps, self._beside, self._mark, self._wait = steps, beside, mark, wait
-        self._begin()
-
-    def _begin(self) -> None:
-        self._crossings = Crossings()
-        self._marks: tuple[list, list] = ([], [])
-        self._held: list[torch.Tensor] = []
-
-    def fork(self) -> None:
-        """Starts the second stream after all launches of the path's stream so far, such as copies of inputs."""
-        self._begin()
-        self._crossings.add(_PATH, [], [_ALL])
-        self._marks[_PATH].append(self._mark(_PATH))
-
-    def join(self) -> None:
-        """Makes the path wait for all second-stream steps."""
-        if self._marks[_SECOND]:
-            self._wait(_PATH, self._marks[_SECOND][-1])
-        self._begin()
-
-    def launch(self, index: int, step: Instruction, action: Callable[[list], None], registers: list) -> None:
-        """Runs a step's action on its stream, after the steps that it must wait for."""
-        is_beside = index in self._steps
-        stream = _SECOND if is_beside else _PATH
-        reads = memory_of([registers[slot] for slot in step.reads])
-        given = memory_of([registers[slot] for slot in step.writes])  # a library call's results have no memory yet
-        self._run(stream, reads, given, partial(action, registers))
-        self._crossings.add(stream, reads, memory_of([registers[slot] for slot in step.writes]))
-        if is_beside:  # kept until both are joined: their memory would be reused by the path's next calls
-            self._held += [registers[slot] for slot in (*step.reads, *step.writes)]
-
-    def _run(self, stream: int, reads: Sequence[Range], writes: Sequence[Range], action: Callable[[], None]) -> None:
-        awaited = self._crossings.before(stream, reads, writes)
-        with self._beside() if stream == _SECOND else nullcontext():
-            if awaited is not None:
-                self._wait(stream, self._marks[1 - stream][awaited])
-            action()
-            self._marks[stream].append(self._mark(stream))

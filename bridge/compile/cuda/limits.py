@@ -103,7 +103,6 @@ LIMITS = Limits.of(
     together=8,
     small_casts=8,
     read_again=8,
-    streams=2,
 )
 
 

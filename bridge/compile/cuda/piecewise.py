@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ import torch
 from bridge.base.tensor_properties import span_of
 from bridge.base.torch_internals import VF
 from bridge.compile.cuda.copies import bring, copy
-from bridge.compile.cuda.executor import ALIGNMENT, CudaExecutor, SecondStream
+from bridge.compile.cuda.executor import ALIGNMENT, CudaExecutor
 from bridge.compile.graphs.recordings import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.executor import Action, Actions, Executor, bind
+from bridge.compile.runtime.executor import Actions, Executor, bind
 from bridge.compile.runtime.instructions import CallLibrary, MakeView
 from bridge.compile.runtime.layout import ArenaPool
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop, inner_steps
@@ -237,7 +236,6 @@ class PiecewiseExecutor(CudaExecutor):
             if isinstance(step, CallLibrary) and step.allocates and step.name in INTO_GIVEN
         }
         self._states: dict[int, torch.Tensor] = {}
-        self._branches: SecondStream | None = None
 
     @contextmanager
     def recorded_by(
@@ -245,16 +243,14 @@ class PiecewiseExecutor(CudaExecutor):
         pieces: PiecewiseGraphs,
         take: Callable[[Form], torch.Tensor],
         copies: Sequence[tuple[int, torch.Tensor]] = (),
-        branches: SecondStream | None = None,
     ) -> Iterator[None]:
         """A context in which a run is recorded as ``pieces``.
 
         Args:
             take: allocates memory for results of calls between graphs.
             copies: ``(place, memory)`` of results that library calls allocate; returned if the run wrote it.
-            branches: launches steps off the critical path on a second stream.
         """
-        self._pieces, self._take_between, self._branches = pieces, take, branches
+        self._pieces, self._take_between = pieces, take
         first = len(self._layout.params) + len(self._layout.fresh)
         for number, (place, memory) in enumerate(copies):
             self._kept[self._layout.results[place]] = _Kept(memory, first + number)
@@ -263,7 +259,7 @@ class PiecewiseExecutor(CudaExecutor):
         try:
             yield
         finally:
-            self._pieces = self._take_between = self._branches = None
+            self._pieces = self._take_between = None
             self._states, self._kept = {}, {}
 
     @torch.inference_mode(False)  # it serves runs of any mode
@@ -284,31 +280,13 @@ class PiecewiseExecutor(CudaExecutor):
             registers[slot] = memory
 
     def _act(self, registers: list) -> None:
-        self._fork()
         for index, (action, last_used) in enumerate(self.actions):
             if index in self._between:
                 self._interrupt(index, registers)
-            elif self._branches is None or isinstance(self.steps[index], MakeView):
-                self._run_step(index, action, registers)
-            else:
-                act = partial(self._run_step, index, action)
-                self._branches.launch(index, self.steps[index], act, registers)
+            elif not (index in self._writers and self._is_written(index, registers)):
+                action(registers)
             for slot in last_used:
                 registers[slot] = None
-        self._join()
-
-    def _fork(self) -> None:
-        """Starts the second stream after the piece's first copies, of inputs that are not dense or are misaligned."""
-        if self._branches is not None:
-            self._branches.fork()
-
-    def _join(self) -> None:
-        if self._branches is not None:
-            self._branches.join()
-
-    def _run_step(self, index: int, action: Action, registers: list) -> None:
-        if not (index in self._writers and self._is_written(index, registers)):
-            action(registers)
 
     def _is_written(self, index: int, registers: list) -> bool:
         """Lets a library call write all its results into the caller's memory, if possible; returns whether it did."""
@@ -325,8 +303,6 @@ class PiecewiseExecutor(CudaExecutor):
 
     def _interrupt(self, index: int, registers: list) -> None:
         """Makes a call between two graphs."""
-        self._join()
         with self._pieces.interrupted():
             part = self._between[index].record(registers, self._states, self._kept, self._take_between)
         self._pieces.parts.append(part)
-        self._fork()

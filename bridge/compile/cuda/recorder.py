@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -19,7 +19,6 @@ from bridge.base.session import SESSION
 from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.driver_graphs import ExecutableGraph, captured, new_stream
-from bridge.compile.cuda.executor import SecondStream
 from bridge.compile.cuda.memory import PoolMemory, PrivatePool, SlotMemory, spare_bytes, takes_from
 from bridge.compile.cuda.piecewise import PiecewiseExecutor, PiecewiseGraphs, inside_of_loops, is_between
 from bridge.compile.graphs.recordings import Form, Replay, nbytes
@@ -37,9 +36,6 @@ _RECORDING = free_in_children(threading.RLock())
 
 _GROWTH = 1.5
 """Growth factor of a stream's shared block: the smaller blocks of earlier recordings then sum up to about the last."""
-
-_SAVED = 0.1
-"""Expected saving by the second stream, as a part of the device's time, for which alone a graph pays."""
 
 
 class _GraphArena:
@@ -101,16 +97,14 @@ class _Scratch:
 class _Stream:
     """State that the recordings of one stream share; ``side`` is captured in the stream's place, and used only here.
 
-    Attributes:
-        beside: the second stream, captured with ``side``.
-        replaying: held during a replay, which may be several launches.
+    ``replaying``: held during a replay, which may be several launches.
     """
 
     def __init__(self, device: torch.device):
         self.replaying = free_in_children(threading.Lock())
         self.arena, self.scratch = _GraphArena(device), _Scratch(device)
         self.temporaries = PrivatePool(device.index)
-        self.side, self.beside = (torch.cuda.ExternalStream(new_stream(), device) for _ in range(2))
+        self.side = torch.cuda.ExternalStream(new_stream(), device)
 
 
 class Streams:
@@ -177,10 +171,6 @@ class CudaRecorder:
                 return f"{operator} waits for the device"
         return None
 
-    @property
-    def overlaps(self) -> bool:
-        return self._program.beside.saved >= _SAVED
-
     def spare_bytes(self, wanted: int) -> int:
         return spare_bytes(self._index, wanted)
 
@@ -214,12 +204,11 @@ class CudaRecorder:
             self._executors[stream] = shared, execute
         block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()
-        branches = _branches(self._program.beside.spans, shared) if self._program.beside.spans else None
         pieces = PiecewiseGraphs(partial(self._captured, shared), lambda graph: graph.launcher(stream))
         # garbage collection may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
             try:
-                with pieces, execute.recorded_by(pieces, shared.scratch.take, copies, branches):
+                with pieces, execute.recorded_by(pieces, shared.scratch.take, copies):
                     results = execute(inputs, fresh=fresh)
                     for place, memory in copies:
                         if results[place] is not memory:
@@ -237,17 +226,6 @@ class CudaRecorder:
             _require_memory_of(shared.temporaries)
             with captured(shared.side.cuda_stream) as made:
                 yield made
-
-
-def _branches(steps: Collection[int], shared: _Stream) -> SecondStream:
-    """The :class:`SecondStream` for these steps, on a stream's two captured streams."""
-    streams = shared.side, shared.beside
-    return SecondStream(
-        steps,
-        partial(torch.cuda.stream, shared.beside),
-        lambda number: streams[number].record_event(),
-        lambda number, event: streams[number].wait_event(event),
-    )
 
 
 def _replay(parts: Sequence[Replay], replaying: AbstractContextManager, needs: object) -> Replay:

@@ -40,7 +40,7 @@ from bridge.compile.cuda.step import RowBuffer, ThreadScope, column_steps
 from bridge.compile.loop_ir.operations import Number
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPass, RowPlan
 
-__all__ = ["SHORT_ROW", "RowVariant", "TaskPartials", "emit_row", "row_launch", "rows"]
+__all__ = ["SHORT_ROW", "RowVariant", "TaskPartials", "emit_row", "rows"]
 
 _UNROLLED = 16
 """Maximum iterations of an unrolled loop over a row; unrolling keeps a thread's values in registers."""
@@ -340,11 +340,11 @@ _REGISTERS = 64
 
 def rows(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool) -> list[Stmt]:
     """The launches of a plan with reductions; ``plain``: see :class:`~bridge.compile.cuda.columns.Team`."""
-    first = row_launch(plan, buffers, number, plain)
+    first = _row_launch(plan, buffers, number, plain)
     return [first, second_stage_columns(plan, buffers, number)] if plan.finished else [first]
 
 
-def row_launch(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool = False) -> Stmt:
+def _row_launch(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool) -> Stmt:
     """The launch over the rows; leaves partials of column reductions."""
     launch = _Rows(plan, buffers, number, plain, RowVariant.of(plan)).launch()
     if isinstance(plan.length, int):

@@ -181,7 +181,7 @@ class GraphedExecutor:
         if known is None:
             self._shared.cost.teach(self._shared.verdicts)
             known = self._shared.verdicts.of(self._work)
-        return True if known is False and self._recorder.overlaps else known
+        return known
 
     @property
     def _work(self) -> int:

@@ -196,10 +196,6 @@ class GraphRecorder(Protocol):
     def refusal(self) -> str | None:
         """Why the program cannot be recorded, naming the step; ``None``: no known reason."""
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether a replay takes the device less time than the run, as steps overlap."""
-
     def spare_bytes(self, wanted: int) -> int:
         """Bytes of results that recordings may still reserve on the device.
 

@@ -19,11 +19,10 @@ from dataclasses import dataclass, field, replace
 
 from autodiff.extents import sample_of
 from bridge.compile.runtime.build import some_of
-from bridge.compile.runtime.instructions import MakeView, roots_of
+from bridge.compile.runtime.instructions import MakeView
 from bridge.compile.runtime.layout import Register, RegisterLayout, lying_below, plan_arena
 from bridge.compile.runtime.loop_frame import Instruction, inner_steps
 from bridge.compile.runtime.program import Program
-from bridge.compile.runtime.second_stream import lasting, second_stream_steps
 
 __all__ = ["Liveness", "Segment", "brought_forward", "cut"]
 
@@ -52,7 +51,9 @@ class Liveness:
         self.constants = {slot for slot, _ in (*program.constants, *program.positions)}
         views = (*layout.views, *(step for step in program.steps if isinstance(step, MakeView)))
         self.views: dict[int, MakeView] = {view.writes[0]: view for view in views}
-        self._roots = roots_of(views)
+        self._roots: dict[int, int] = {}  # slot of a view → slot of the tensor that owns its memory
+        for view in views:  # after its base
+            self._roots[view.writes[0]] = self._roots.get(view.reads[0], view.reads[0])
         self.made: dict[int, int] = {}
         self.changed: dict[int, int] = {}
         self.touched: dict[int, int] = {}
@@ -207,10 +208,6 @@ class _Part:
                 touched[root] = touched.get(root, (index, index))[0], index
         for view in self._static_views:
             touched.setdefault(flow.root(view.writes[0]), (0, 0))
-        beside = None
-        if whole.backend.limits.kernel.streams > 1:
-            beside = second_stream_steps(self._steps, self._static_views)
-            touched = lasting(touched, self._steps, beside, flow.root)
         elsewhere = {*self._takes, *self._given, *self._allocated}
         placed = [slot for slot in touched if slot in flow.made and slot not in elsewhere]
         arena = plan_arena({_Placed(slot, flow.registers[slot]): touched[slot] for slot in placed})
@@ -237,7 +234,7 @@ class _Part:
             below=below,
         )
         launched = {step.name for step in inner_steps(steps)}
-        made = replace(
+        return replace(
             whole,
             name=name,
             steps=steps,
@@ -250,7 +247,6 @@ class _Part:
             variables=(),
             stage_seconds={},
         )
-        return made.with_second_stream(beside)
 
     def _slot(self, slot: int) -> int:
         return self._slots.setdefault(slot, len(self._slots))

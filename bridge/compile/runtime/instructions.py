@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autodiff.extents import Dim, same, sample_of
@@ -19,7 +19,7 @@ from autodiff.ir import itemsize
 from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Pointwise, Product, Reduction, Scalar, Value
 from bridge.compile.loop_ir.views import alike, is_dense, merged
 
-__all__ = ["CallLibrary", "Launch", "MakeView", "Operation", "StepContents", "contents", "roots_of"]
+__all__ = ["CallLibrary", "Launch", "MakeView", "Operation", "StepContents", "contents"]
 
 _PRODUCTS = ("mm", "mm_lt", "mm_wide", "mm_biased", "bmm", "bmm_wide", "addmm", "baddbmm")
 
@@ -202,12 +202,3 @@ class MakeView:
     def __str__(self) -> str:
         geometry = f"{self.shape}, {self.strides}, {self.offset}"
         return f"{self.outputs[0]} = view {self.name}({self.inputs[0]}, {geometry})"
-
-
-def roots_of(views: Iterable[MakeView]) -> dict[int, int]:
-    """Slot of a view → slot of the tensor that owns its memory; a view of a view comes after its base."""
-    roots: dict[int, int] = {}
-    for view in views:
-        (base,), (slot,) = view.reads, view.writes
-        roots[slot] = roots.get(base, base)
-    return roots

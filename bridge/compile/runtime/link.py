@@ -14,7 +14,7 @@ from autodiff.ir import itemsize
 from bridge.base.log import Stopwatch
 from bridge.base.threads import raise_deferred
 from bridge.compile.backend import Backend, Built
-from bridge.compile.codegen.tir import Kernel, SecondStage
+from bridge.compile.codegen.tir import Kernel
 from bridge.compile.loop_ir.graph import (
     Fallback,
     Graph,
@@ -30,20 +30,18 @@ from bridge.compile.loop_ir.graph import (
 from bridge.compile.loop_ir.operations import PackPlan
 from bridge.compile.loop_ir.views import alike, dense
 from bridge.compile.runtime.cut import brought_forward
-from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, StepContents, contents
+from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, contents
 from bridge.compile.runtime.layout import Register, RegisterLayout, lying_below, plan_arena
 from bridge.compile.runtime.loop import scratch_bytes
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 from bridge.compile.runtime.program import Program
-from bridge.compile.runtime.second_stream import SecondStreamPlan, lasting, second_stream_steps
 from bridge.compile.schedule.fuse import Group, fuse
 from bridge.compile.schedule.horizontal_fusion import plan_horizontal_fusion, together
-from bridge.compile.schedule.plan_rows import Planned, plan_rows
+from bridge.compile.schedule.plan_rows import plan_rows
 from bridge.compile.schedule.products import plan_columns
 from bridge.compile.schedule.read_again import read_again
-from bridge.compile.schedule.row_plan import RowPlan
 
-__all__ = ["assemble", "guard_indices", "kernel_apart", "kernel_of", "one"]
+__all__ = ["assemble", "guard_indices", "kernel_of", "one"]
 
 
 def guard_indices(reached: Iterable[Dim]) -> None:
@@ -70,13 +68,12 @@ def kernel_of(
     stored: set[Value],
     backend: Backend,
     generate: Callable,
-    apart: Callable,
     reached: dict[Dim, None],
 ) -> Kernel | LibraryCall | None:
     """The kernel of a launch's groups; ``None`` if all of its results are empty.
 
-    ``generate``: plan → kernel; ``apart``: plan → two kernels, see :meth:`~bridge.compile.backend.Backend.apart`; both
-    the same for equal plans. ``reached`` collects the numbers of elements of tensors with 32-bit indices.
+    ``generate``: plan → kernel, the same for equal plans. ``reached`` collects the numbers of elements of tensors with
+    32-bit indices.
     """
     group, node = step[0], step[0].nodes[0]
     if all(same(value.numel, 0) for value in group.made):
@@ -97,22 +94,8 @@ def kernel_of(
         planned = plan_rows(group, stored, backend)
     if planned.plan.index_type == "int32":
         reached.update(dict.fromkeys(value.numel for value in (*planned.inputs, *planned.outputs)))
-    two = apart(planned.plan)
-    if two is None:
-        func = generate(planned.plan)
-        return Kernel(func, planned.inputs, planned.outputs, planned.scratch, planned.ops, planned.scalars)
-    return kernel_apart(planned, *two)
-
-
-def kernel_apart(planned: Planned[RowPlan], func: PrimFunc, finish: PrimFunc) -> Kernel:
-    """Distributes a plan's tensors over its two launches, see :meth:`~bridge.compile.backend.Backend.apart`."""
-    plan = planned.plan
-    of_node = dict(zip(plan.outputs, planned.outputs, strict=True))
-    part_of = dict(zip(plan.column_reductions, planned.scratch, strict=False))
-    sums = tuple(of_node[node] for node in plan.finished)
-    rest = tuple(value for node, value in of_node.items() if node not in plan.finished)
-    last = SecondStage(finish, tuple(part_of[node] for node in plan.finished), sums)
-    return Kernel(func, planned.inputs, rest, planned.scratch, planned.ops, planned.scalars, last)
+    func = generate(planned.plan)
+    return Kernel(func, planned.inputs, planned.outputs, planned.scratch, planned.ops, planned.scalars)
 
 
 _ALWAYS = 1 << 62
@@ -139,10 +122,10 @@ def assemble(
     clock.stop("fuse")
     stored = _stored(graph, groups)
     groups = [group for group in groups if any(value in stored for value in group.made)]
-    generate, apart = functools.cache(backend.kernel), functools.cache(backend.apart)
+    generate = functools.cache(backend.kernel)
     reached: dict[Dim, None] = {}
     steps = together(groups, backend)
-    kernels = [kernel_of(step, stored, backend, generate, apart, reached) for step in steps]
+    kernels = [kernel_of(step, stored, backend, generate, reached) for step in steps]
     guard_indices(reached)
     clock.stop("generate")
     linker = _Linker(graph, [one(step) for step in steps], kernels, name, bodies or {}, generate)
@@ -371,22 +354,8 @@ class _Linker:
         name = self.kernel_names.setdefault(kernel.func, self._kernel_name(kernel))
         self.functions[name] = kernel.func
         names = self.slots.names(arguments), self.slots.names(results[: len(kernel.outputs)] or results)
-        sums = () if kernel.finish is None else kernel.finish.outputs
-        for value in sums:
-            self.slots.of(value)
-        inside = contents(group.nodes, (*kernel.outputs, *sums), self.slots.name)
+        inside = contents(group.nodes, kernel.outputs, self.slots.name)
         self.steps.append(Launch(name, *names, kernel.ops, arguments, results, kernel.scalars, contents=inside))
-        if kernel.finish is not None:
-            self._finish(kernel.finish, kernel.scalars)
-
-    def _finish(self, finish: SecondStage, scalars: tuple[Dim, ...]) -> None:
-        """Adds the second launch of a kernel that sums columns."""
-        parts, sums = (tuple(map(self.slots.of, values)) for values in (finish.parts, finish.outputs))
-        name = self.kernel_names.setdefault(finish.func, f"k{len(self.functions)}_finish")
-        self.functions[name] = finish.func
-        inside = StepContents(bytes=sum(sample_of(value.nbytes) for value in (*finish.parts, *finish.outputs)))
-        names = self.slots.names(parts), self.slots.names(sums)
-        self.steps.append(Launch(name, *names, ("finish",), parts, sums, scalars, contents=inside))
 
     def _kernel_name(self, kernel: Kernel) -> str:
         words = list(dict.fromkeys(op.removeprefix("relax.").replace(".", "_") for op in kernel.ops))
@@ -405,7 +374,6 @@ class _Linker:
         laid_out = [
             value for value, _ in self.slots.numbers if value.source == "constant" and value not in self.constants
         ]
-        beside = self._leave_alone() if backend.limits.kernel.streams > 1 else None
         arena = plan_arena(self.slots.lifetimes)
         placed, below = list(self.slots.lifetimes), ()
         if scope is not None:
@@ -424,7 +392,7 @@ class _Linker:
             allocated=tuple(self._register(value) for value in self.slots.allocated),
             laid_out=tuple(map(self._register, laid_out)),
         )
-        program = Program(
+        return Program(
             name=self.name,
             steps=tuple(self.steps),
             layout=layout,
@@ -438,14 +406,6 @@ class _Linker:
             positions=tuple((slot, constant) for slot, constant in constants if isinstance(constant, Positions)),
             scope=scope,
         )
-        return program.with_second_stream(beside)
-
-    def _leave_alone(self) -> SecondStreamPlan:
-        """Plans the second stream, and extends the lifetimes of memory that its steps use."""
-        values = {slot: value for (value, _), slot in self.slots.numbers.items()}
-        beside = second_stream_steps(self.steps, self.static_views)
-        self.slots.lifetimes = lasting(self.slots.lifetimes, self.steps, beside, values.__getitem__)
-        return beside
 
     def _register(self, value: Value, offset: int = 0) -> Register:
         return Register(self.slots.numbers[value, None], value.name, value.shape, value.dtype, offset, value.order)

@@ -20,7 +20,6 @@ from bridge.compile.runtime.instance import Instances
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, Operation, StepContents
 from bridge.compile.runtime.layout import Register, RegisterLayout
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop, inner_steps
-from bridge.compile.runtime.second_stream import SecondStreamPlan, second_stream_steps
 from bridge.library import NEVER_RAISE, TensorAt, TensorsAt
 
 __all__ = ["Program"]
@@ -108,24 +107,11 @@ class Program:
             raise ValueError(f"{self.name} is compiled for sizes with {broken}, got {dict(sizes)}")
         steps, layout, constants = self._instances(sizes)
         constants = (*self.constants, *constants)
-        made = replace(self, steps=steps, layout=layout, constants=constants, positions=(), scope=None)
-        return made.with_second_stream(self.beside)
+        return replace(self, steps=steps, layout=layout, constants=constants, positions=(), scope=None)
 
     @cached_property
     def _instances(self) -> Instances:
         return Instances(self.scope, self.steps, self.layout, self.positions)
-
-    @cached_property
-    def beside(self) -> SecondStreamPlan:
-        """The steps that a recorded run launches on a second stream; the same for all sizes."""
-        two = self.backend.limits.kernel.streams > 1
-        return second_stream_steps(self.steps, self.layout.views) if two else SecondStreamPlan()
-
-    def with_second_stream(self, plan: SecondStreamPlan | None) -> Program:
-        """Sets :attr:`beside`, unless ``plan`` is ``None``; returns the program."""
-        if plan is not None:
-            vars(self)["beside"] = plan
-        return self
 
     @cached_property
     def _conditions(self) -> dict[int, Callable[[Mapping[str, int]], SizeGuard | None]]:

@@ -2,8 +2,8 @@
 
 For example, the casts of a layer's weights or the heads of an attention: the launch of a small kernel takes longer than
 its work. A group moves to an earlier group's launch if its inputs are ready there. Library calls and reductions move
-before small groups that they do not read: first the products of query, key and value, then the additions to each.
-Groups without consumers stay separate from groups with consumers, as they may run on a second stream. No bit changes.
+before small groups that they do not read: first the products of query, key and value, then the additions to each. No
+bit changes.
 """
 
 from __future__ import annotations
@@ -49,14 +49,11 @@ def together(groups: Sequence[Group], rules: Rules) -> list[list[Group]]:
     most = rules.limits.kernel.together
     if most == 1:
         return [[group] for group in groups]
-    awaited = (
-        {source for group in groups for source in group.sources} if rules.limits.kernel.streams > 1 else set(groups)
-    )
-    early = [group for step in _steps(groups, most, awaited, early=True) for group in step]
-    return _steps(_others_first(early), most, awaited)
+    early = [group for step in _steps(groups, most, early=True) for group in step]
+    return _steps(_others_first(early), most)
 
 
-def _steps(groups: Sequence[Group], most: int, awaited: Collection[Group], early: bool = False) -> list[list[Group]]:
+def _steps(groups: Sequence[Group], most: int, early: bool = False) -> list[list[Group]]:
     """``early``: moves small groups as early as possible, so that a library call that reads one need not wait."""
     steps: list[list[Group]] = []
     place: dict[Group, int] = {}
@@ -67,9 +64,7 @@ def _steps(groups: Sequence[Group], most: int, awaited: Collection[Group], early
             others = range(max(ready, own - _REACH), own)
             if not (early and _is_small(group)):
                 others = reversed(others)
-            is_awaited = group in awaited
-            alike = (at for at in others if (steps[at][0] in awaited) == is_awaited)
-            own = next((at for at in alike if _takes(steps[at], most)), own)
+            own = next((at for at in others if _takes(steps[at], most)), own)
         place[group] = own
         if own == len(steps):
             steps.append([])

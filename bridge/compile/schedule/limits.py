@@ -26,7 +26,6 @@ class KernelLimits:
         loops: maximum per kernel.
         shared_elements: of a tensor from which on reading it once instead of twice is worth a merge.
         together: maximum number of horizontally fused groups; 1: no horizontal fusion.
-        streams: of a recorded run: 1, or 2 to run steps off the critical path on a second stream.
     """
 
     nodes: int
@@ -37,7 +36,6 @@ class KernelLimits:
     loops: int
     shared_elements: int
     together: int
-    streams: int
 
 
 @dataclass(frozen=True)

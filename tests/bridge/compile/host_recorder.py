@@ -123,7 +123,6 @@ class HostRecorder:
         self.seconds: tuple[float, float] | None = (1.0, 1.0)
         self.disturbed = False
         self.spare = 1 << 40
-        self.overlaps = False
 
     def refusal(self):
         return self.refuses

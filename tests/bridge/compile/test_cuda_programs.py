@@ -146,7 +146,6 @@ def test_a_programs_products_are_torchs_and_launches_have_shapes(name, collected
 
 
 def test_equal_layers_share_their_kernels():
-    """Also kernels whose sums of columns have a second stage."""
     kernels = []
     for layers in (3, 5):
         torch.manual_seed(0)
@@ -156,7 +155,7 @@ def test_equal_layers_share_their_kernels():
         options = CompileOptions.current(backend)
         program = compile_function(lowered.expected_backward, name="stack", options=options)
         kernels.append(len(backend.kernels))
-        assert sum(isinstance(step, Launch) for step in program.steps) >= 3 * layers
+        assert sum(isinstance(step, Launch) for step in program.steps) >= 2 * layers
     assert kernels[0] == kernels[1]
 
 

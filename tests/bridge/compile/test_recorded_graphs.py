@@ -174,14 +174,6 @@ def test_automatic_is_decided_by_measured_times(compiled, seconds, pays):
         assert "does not pay" in graphed.control.refused["test"] and sum(graphed.control.ungraphed.values()) == 20
 
 
-def test_a_graph_that_overlaps_steps_pays_where_the_device_has_more_to_do(compiled):
-    graphed = Graphed(compiled, "auto")
-    graphed.recorder.overlaps, graphed.recorder.seconds = True, (1e-4, 9e-4)
-    for _ in range(3 * RUNS):
-        graphed.check()
-    assert not graphed.control.refused and graphed.control.replays
-
-
 def test_no_single_round_decides(compiled):
     """Other processes were at work in one of them: two rounds in a row decide."""
     graphed, rounds = Graphed(compiled, "auto"), [(9e-4, 1e-3), (1e-4, 1e-3), (8e-4, 1e-3), (1e-4, 1e-3)]

@@ -1,22 +1,46 @@
-"""Steps read and write only the memory that they declare: second stream, arena and piecewise graphs rest on it."""
+"""Steps read and write only the memory that they declare: the arena and piecewise graphs rest on it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from bridge import lower
 from bridge.base.devices import HOST
-from bridge.compile import MakeView
-from bridge.compile.cuda.executor import memory_of
+from bridge.base.tensor_properties import span_of
+from bridge.compile import MakeView, compile_function
 from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.layout import ArenaPool
 from tests.bridge.compile.random_functions import build, draw, sample
-from tests.bridge.compile.test_branches import backward, compiled, inputs_of, programs_of
 from tests.bridge.compile.test_cuda_programs import CASES as MODULES
+from tests.bridge.compile.test_cuda_programs import lowered_case
+from tests.bridge.models import bert_layer
 from tests.sampling import sampled
+
+compiled = partial(compile_function, name="test")
+
+
+def inputs_of(program):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.rand(each.shape, generator=generator).to(each.torch_dtype)
+        if each.torch_dtype.is_floating_point
+        else torch.ones(each.shape, dtype=each.torch_dtype)
+        for each in program.layout.params
+    ]
+
+
+def memory_of(tensors):
+    """Address ranges of tensors, each from its first element to its last."""
+    found = []
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            first = tensor.data_ptr()
+            found.append((first, first + span_of(tensor.shape, tensor.stride()) * tensor.itemsize))
+    return found
 
 
 class Confined(Executor):
@@ -68,7 +92,8 @@ def check(program, inputs):
 
 @pytest.mark.parametrize("name", sampled(MODULES, lambda name: not name.startswith("GPT-2")))
 def test_steps_of_modules(name):
-    for program in programs_of(name):
+    lowered = lowered_case(name)
+    for program in map(compiled, (lowered.forward, lowered.expected_backward)):
         check(program, inputs_of(program))
 
 
@@ -100,7 +125,8 @@ def test_one_that_does_not_say_all_it_writes_is_found():
 
 
 def test_one_that_does_not_say_all_it_reads_is_found():
-    program = backward()
+    torch.manual_seed(0)
+    program = compiled(lower(bert_layer().train(), torch.randn(3, 17, 24).requires_grad_()).expected_backward)
     arena = {register.slot for register in program.layout.arena}
     index, slot = next(
         (index, slot)
