@@ -4,12 +4,11 @@
 :mod:`~autodiff.scan.reverse` builds the scan of its backward.
 """
 
-from autodiff.scan.hoist import hoist
+from autodiff.scan.hoist import hoist, turned_inside
 from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of, unroll
 from autodiff.scan.reverse import BackwardParameter, BackwardStep, backward_of, gradient_of, reverse_scan
 from autodiff.scan.roll import from_marks, roll_up
-from autodiff.scan.split_carries import carried_in_parts, turned_inside
 
-__all__ = ["BackwardParameter", "BackwardStep", "Scan", "backward_of", "body_text", "carried_in_parts"]
+__all__ = ["BackwardParameter", "BackwardStep", "Scan", "backward_of", "body_text"]
 __all__ += ["from_marks", "gradient_of", "hoist", "is_scan", "reverse_scan", "roll_up", "scan_call"]
 __all__ += ["scan_of", "turned_inside", "unroll"]

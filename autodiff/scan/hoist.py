@@ -6,6 +6,10 @@ over memory. Safe: the same values; only a product of all steps' rows may be rou
 
 Batching: an operator of one step -> the same operator on tensors with the steps in front.
 Matrix products, and the point-wise operators and layer norms around them: one large product for many small ones.
+
+Transposed constants: transposed matrices that every step of a scan reads -> the matrices, transposed in the body.
+For products that read a matrix in either order without a copy: no transposed copy is made before the loop. This undoes
+the transposes that hoisting moved out of the steps, and no more.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from autodiff.ir import (
     Call,
     DataflowVar,
     Expr,
+    Function,
     TensorType,
     TupleGetItem,
     Var,
@@ -29,14 +34,17 @@ from autodiff.ir import (
     dtype,
     op_name,
     operands,
+    permutation,
     results,
     shape,
+    substitute,
     with_operands,
+    with_outputs,
 )
 from autodiff.ops import RESHAPES, having
 from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
 
-__all__ = ["batched", "batches", "hoist", "is_product"]
+__all__ = ["batched", "batches", "hoist", "is_product", "turned_inside"]
 
 Emit = Callable[[Expr, str], Var]
 """Binds a value under a name."""
@@ -272,3 +280,40 @@ def _param(var: Var) -> Var:
 
 def _renamed(value: Expr, inner: dict[Var, Var]) -> Iterator[Expr]:
     return (inner.get(each, each) for each in operands(value))
+
+
+def turned_inside(func: Function) -> Function:
+    """The function with scans that transpose constant matrices themselves; the same object if there are none. Only for
+    differentiated functions: the new scans have no gradients."""
+    values = dict(bindings(func))
+    made = {var: _turned(value, values) if is_scan(value) else value for var, value in values.items()}
+    if all(made[var] is value for var, value in values.items()):
+        return func
+    return with_outputs(func, list(made.items()), results(func))
+
+
+def _turned(call: Call, values: Mapping[Var, Expr]) -> Call:
+    scan, tensors = scan_of(call)
+    function, first = scan.function, scan.carries + scan.xs
+    sources = {place: _matrix(tensor, values) for place, tensor in enumerate(tensors) if place >= first}
+    sources = {place: source for place, source in sources.items() if source is not None}
+    params, body, inner = list(function.params), [], {}
+    for place, source in sources.items():
+        old = params[place]
+        params[place] = Var(old.name, TensorType(shape(source), dtype(source)))
+        inner[old] = DataflowVar(f"{old.name}_turned", TensorType(shape(old), dtype(old)))
+        body.append((inner[old], op.permute_dims(params[place])))
+    body += [(var, substitute(value, inner)) for var, value in bindings(function)]
+    outputs = [inner.get(each, each) if isinstance(each, Var) else each for each in results(function)]
+    text = body_text(build_function(params, body, outputs)) if sources else None
+    if text is None:
+        return call
+    given = [sources.get(place, tensor) for place, tensor in enumerate(tensors)]
+    return scan_call(replace(scan, body=text, gradient=None), given)
+
+
+def _matrix(tensor: Expr, values: Mapping[Var, Expr]) -> Expr | None:
+    """The matrix whose transpose a tensor is, else ``None``."""
+    value = values.get(tensor) if isinstance(tensor, Var) else None
+    is_transposed = op_name(value) == "relax.permute_dims" and permutation(value) == [1, 0]
+    return value.args[0] if is_transposed else None

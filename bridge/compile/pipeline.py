@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from operator import itemgetter
 from weakref import WeakValueDictionary
 
@@ -32,7 +31,7 @@ from tvm_ffi import structural_equal, structural_hash
 from autodiff import collectives_in_order
 from autodiff.extents import Extent, ExtentScope
 from autodiff.ir import Function, bindings
-from autodiff.scan import Scan, carried_in_parts, turned_inside
+from autodiff.scan import Scan, turned_inside
 from bridge.artifact import current_store, of_this_package
 from bridge.base.log import Stopwatch, channel
 from bridge.base.session import SESSION
@@ -52,7 +51,7 @@ from bridge.compile.passes.patterns import (
     generate_pool_gradients,
     name_normal_functions,
 )
-from bridge.compile.passes.product_variants import pad_products, split_products, widen_gradients
+from bridge.compile.passes.product_variants import pad_products, widen_gradients
 from bridge.compile.passes.sections import read_parts_apart, recompute_sections, recompute_slices
 from bridge.compile.runtime.build import WeakCache
 from bridge.compile.runtime.instructions import CallLibrary
@@ -60,7 +59,7 @@ from bridge.compile.runtime.link import assemble
 from bridge.compile.runtime.loop_frame import inner_steps
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.storage import keep_program, kept_program
-from bridge.compile.schedule.products import ProductPolicy, ProductShape
+from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.signature import KeptFunction, digest_of, size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate
@@ -217,13 +216,11 @@ class _Graphs:
         self._func, self._policy = func, policy
         self._backend = options.backend.of_steps if is_step else options.backend
         func = turned_inside(func) if policy.turns else func
-        func = carried_in_parts(func, partial(_parts_of_carry, policy))
         neutral = name_normal_functions(
             translate(func, self._backend, drawn, dict(options.given_orders)), self._backend
         )
         neutral = add_moments_at_once(neutral, self._backend)
         neutral = read_parts_apart(neutral, self._backend)
-        neutral = split_products(neutral, partial(policy.parts, is_step=is_step), is_step)
         neutral = pad_products(neutral, policy.unit)
         counts = options.grad_outs, options.constants, lasting
         placed = choose_layouts(neutral, self._backend, policy, *counts, dict(options.orders))
@@ -269,10 +266,6 @@ def _body(scan: Scan, options: CompileOptions, policy: ProductPolicy) -> _LoopBo
             found = _BODIES.setdefault(key, found)
     policy.adopt(found.choices)
     return found
-
-
-def _parts_of_carry(policy: ProductPolicy, element_type: str, rows: int, inner: int, columns: int) -> int:
-    return policy.parts(ProductShape(element_type, 1, rows, columns, inner), is_step=True, is_carried=True)
 
 
 def optimize(graph: Graph, backend: Backend) -> Graph:

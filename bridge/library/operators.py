@@ -235,15 +235,6 @@ def _mm_wide(outs: Tensors, args: Tensors) -> None:
     VF.mm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
 
 
-@out_kernel("bmm_wide")
-def _bmm_wide(outs: Tensors, args: Tensors) -> None:
-    """A batched product of half-precision operands with a float32 result; off a GPU the operands are cast first."""
-    if args[0].is_cuda:
-        VF.bmm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
-    else:
-        VF.bmm(args[0].to(outs[0].dtype), args[1].to(outs[0].dtype), out=outs[0])
-
-
 @out_kernel("mm_swapped")
 def _mm_swapped(outs: Tensors, args: Tensors) -> None:
     """A matrix product computed as the transposed product of the transposes, which BLAS tiles differently."""

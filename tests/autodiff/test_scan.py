@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from tvm import relax
 from tvm.relax import op
 
-from autodiff.ir import bindings, op_name, shape
-from autodiff.scan import carried_in_parts, hoist, is_scan, roll_up, scan_of, turned_inside, unroll
+from autodiff.ir import bindings, op_name
+from autodiff.scan import hoist, is_scan, roll_up, scan_of, turned_inside, unroll
 from bridge.reference import interpret
 from tests.autodiff.evaluate import function
 from tests.autodiff.gradcheck import draw
@@ -202,25 +202,6 @@ def test_transposed_constants_are_turned_inside():
     assert scan_of(call)[1][-1] == turned.params[-1] and turned_inside(turned) is turned
     wanted = interpret(rolled, args).results
     assert_close(interpret(turned, args).results, wanted, rtol=1e-13, atol=1e-13)
-
-
-def test_a_carry_that_is_a_product_is_carried_in_parts():
-    def build(scope, h, x, w):
-        hs = []
-        for index in range(STEPS):
-            before = scope.emit(op.tanh(scope.emit(op.add(h, part(scope, x, index)))))
-            hs.append(before)
-            h = scope.emit(op.matmul(before, w))
-        return [h, joined(scope, hs)]
-
-    args = draw(2, 4), draw(STEPS, 2, 4, seed=1), draw(4, 4, seed=2)
-    rolled = roll_up(function(build, *args))
-    split = carried_in_parts(rolled, lambda element_type, rows, inner, columns: 2 if (rows, columns) == (2, 4) else 1)
-    (call,) = [value for _, value in bindings(split) if is_scan(value)]
-    assert shape(scan_of(call)[0].function.params[0]) == (2, 2, 4)
-    assert carried_in_parts(rolled, lambda *_: 1) is rolled
-    wanted = interpret(rolled, args).results
-    assert_close(interpret(split, args).results, wanted, rtol=1e-13, atol=1e-13)
 
 
 def test_a_body_is_the_same_whatever_the_length():

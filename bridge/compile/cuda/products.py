@@ -19,13 +19,6 @@ __all__ = ["BLOCK", "NUMBERS", "CudaProducts", "Gpu", "gpu_of"]
 _FEW = 32, 64
 """Rows of a product, a recurrent cell's batch, between which cuBLASLt has the faster kernels."""
 
-_LONG, _WORTH = 2048, 384
-"""Inner extents of a half-type product, and of a part, from which on it is split. Split products of 14 and 128 rows by
-2304 x 768 and 3072 x 768 take 0.54 to 0.67 of the time (H200); with an inner extent of 768, as long."""
-
-_FEWEST = 8
-"""Rows from which on a product is split outside of loops: with fewer, its time is that of reading the matrix once."""
-
 _NARROW, _MISJUDGED = 128, 2**18
 """Columns, and elements, of a matrix for which cuBLAS takes 25 to 53 us and cuBLASLt 2 to 10 us for a product of 8 or
 16 rows (float32, H200, CUDA 13): with 128 columns; with more, if columns are dense."""
@@ -36,15 +29,6 @@ to 2.7 times in TF32; of 16384 by 30522 x 768, 2.4 to 3 and 1.9 to 2.6 times (H2
 
 _LARGE, _NARROWEST = 2**31, 512
 """Multiplications, and extents, from which on padding copies take less time than they save."""
-
-_TILE, _TILES, _INNER, _MOST_PARTS = 64, 128, 128, 16
-"""Rows and columns of a tile of a small product; number of tiles that fill a GPU; least inner extent of a part; maximum
-number of partials, which the product's consumers add up."""
-
-_MOST_CARRIED = 3 * 2**18
-"""Elements of the matrix of a product whose partials are carried between steps: an LSTM's of 384 columns. Loops of
-these products took 0.72 to 1.08 of the time (one of 18 took 1.15), with 448 columns the same, with 512 up to 1.06
-(H200, 8 to 64 rows)."""
 
 
 @dataclass(frozen=True)
@@ -85,36 +69,6 @@ class CudaProducts(ProductPolicy):
             return batch == 1 and _FEW[0] <= m <= _FEW[1] and n > 1 and product.b.unit == "column"
         is_misjudged = n == _NARROW or (n > _NARROW and product.b.unit == "column")
         return batch == 1 and 1 < m < _FEW[0] and n * k <= _MISJUDGED and is_misjudged
-
-    def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
-        """Enough partials to give each multiprocessor a tile of the result, with at least ``_INNER`` inner elements.
-
-        Outside of loops twice as many for many rows, or if columns are dense. Split products of 14 to 64 rows by 768
-        columns and rows, or four times as many, take 0.48 to 0.87 of the time (H200).
-        """
-        if is_carried and product.k * product.n > _MOST_CARRIED:
-            return 1
-        if product.element_type in ("bfloat16", "float16") and not is_step:
-            return self._parts_of_halves(product)
-        tiles = -(-product.m // _TILE) * -(-product.n // _TILE)
-        if product.element_type not in ("float32", "float64") or product.m > _FEW[1]:
-            return 1
-        if not is_step and (product.m < _FEWEST or product.n < _TILE):
-            return 1
-        count = 1
-        filled = 1 if is_step or (product.m < _FEW[0] and product.b.unit != "column") else 2
-        most = min(filled * _TILES // tiles, filled * product.k // _INNER, _MOST_PARTS)
-        while 2 * count <= most and product.k % (2 * count) == 0:
-            count *= 2
-        return count
-
-    def _parts_of_halves(self, product: ProductShape) -> int:
-        if not _FEWEST <= product.m <= _NARROW or product.n < _TILE or product.k < _LONG:
-            return 1
-        tiles, count = -(-product.m // _TILE) * -(-product.n // _TILE), 1
-        while 2 * count * tiles <= 2 * _TILES and product.k % (16 * count) == 0 and product.k // (2 * count) >= _WORTH:
-            count *= 2
-        return count
 
     def unit(self, product: ProductShape) -> int:
         """16 bytes' elements, if tensor cores compute the product and it is worth copies of its operands."""

@@ -93,26 +93,19 @@ class ProductChoice:
         if is_generated(way):
             made = self._generated(placed, way, a, b, batch, order)
         else:
-            made = self._by_library(placed, way, a, b, batch, order if is_gradient else None, node.out.dtype)
+            made = self._by_library(placed, way, a, b, batch, order if is_gradient else None)
         return placed.reshape(made, extents)
 
     def _by_library(
-        self,
-        placed: Placed,
-        way: str,
-        a: Operand,
-        b: Operand,
-        batch: Sequence[Dim],
-        order: Sequence[int] | None,
-        dtype: str,
+        self, placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[Dim], order: Sequence[int] | None
     ) -> Operand:
         """``a @ b``; transposed (``b.T @ a.T``) if the consumers want that layout and it costs nothing."""
         turn = self.policy.keeps_order and order is not None and order.index(len(order) - 1) < len(order) - 1
         if not turn or same(math.prod(b.shape[:-2]), 1):
-            return _library(placed, way, a, b, batch, self.policy.keeps_order, dtype)
+            return _library(placed, way, a, b, batch, self.policy.keeps_order)
         first, second = _turned(b), _turned(a)
         way = self._way(a.dtype, first.view, second.view, batch)  # a matrix that the batch shares is now a
-        turned = _library(placed, way, first, second, batch, True, dtype)
+        turned = _library(placed, way, first, second, batch, True)
         return _turned(placed.reshape(turned, (*batch, b.shape[-1], a.shape[-2])))
 
     def _way(
@@ -256,29 +249,21 @@ def _batches(placed: Placed, operand: Operand, batch: Sequence[Dim], keeps_order
 
 
 def _library(
-    placed: Placed,
-    way: str,
-    a: Operand,
-    b: Operand,
-    batch: Sequence[Dim],
-    keeps_order: bool = False,
-    dtype: str | None = None,
+    placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[Dim], keeps_order: bool = False
 ) -> Operand:
     """2-D products by the kernel that ``way`` names; batches by ``torch.bmm``.
 
-    ``keeps_order``: see :class:`~bridge.compile.schedule.products.ProductPolicy`; ``dtype``: of the result, by
-    default the operands', or a wider one (:mod:`bridge.compile.passes.product_variants`).
+    ``keeps_order``: see :class:`~bridge.compile.schedule.products.ProductPolicy`.
     """
-    dtype = a.dtype if dtype is None else dtype
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     count = math.prod(batch)
     if same(math.prod(b.shape[:-2]), 1):
         a, b = placed.reshape(a, (count * m, k)), placed.reshape(b, (k, n))
-        name, out = way if dtype == a.dtype else "mm_wide", placed.fresh((count * m, n), dtype)
+        out = placed.fresh((count * m, n), a.dtype)
     else:
         a, b = (_batches(placed, operand, batch, keeps_order) for operand in (a, b))
-        name, out = "bmm" if dtype == a.dtype else "bmm_wide", placed.fresh((count, m, n), dtype)
-    placed.nodes.append(LibraryCall(name, (a, b), (out,)))
+        way, out = "bmm", placed.fresh((count, m, n), a.dtype)
+    placed.nodes.append(LibraryCall(way, (a, b), (out,)))
     return whole(out)
 
 

@@ -1,9 +1,4 @@
-"""Variants of matrix products: a product → split, padded or widened.
-
-Split products: a product of few rows → a batch of products of parts of its inner axis, added up. The product is too
-small to fill a GPU, and later kernels wait for it. cuBLAS also splits the inner axis, but adds up the partials in a
-kernel of its own; here the consumers of the product add them. The sum's order, hence rounding, changes; partials of a
-half type are float32, and their sum is rounded once, as in one product.
+"""Variants of matrix products: a product → padded or widened.
 
 Padded products: a large product of misaligned rows → a part of a product of matrices padded with zeros. A GPU's library
 has full-speed kernels for matrices whose extents along memory are multiples of 16 bytes, and slow ones for others: with
@@ -18,13 +13,11 @@ gradients of autocast's weights and biases are more exact than eager's; a forwar
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from autodiff.extents import Dim, same, sample_of
-from autodiff.ir import itemsize
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
     Graph,
@@ -36,87 +29,17 @@ from bridge.compile.loop_ir.graph import (
     Pad,
     Pointwise,
     Reduction,
-    Result,
     Shaped,
     Value,
     eliminate_dead_code,
     is_turned,
-    readers_of,
     whole,
 )
 from bridge.compile.loop_ir.views import alike, is_dense
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.products import LayoutClass, ProductShape
 
-__all__ = ["WIDE", "pad_products", "split_products", "widen_gradients"]
-
-
-def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: bool = False) -> Graph:
-    """Splits each product of a layout-agnostic graph into ``parts(shape)`` partials; 1 leaves a product whole.
-
-    Args:
-        is_step: the graph is a loop's body: split only if a consumer's kernel can make the sum. Elsewhere the shape
-            alone decides, so that a backward that recomputes a product gets the same numbers.
-    """
-    readers = readers_of(graph.nodes)
-    turned = {node.out for node in graph.nodes if isinstance(node, Shaped) and is_turned(node)}
-    nodes: list[Node | LayoutAgnostic] = []
-    for node in graph.nodes:
-        count = _count(node, parts, turned) if isinstance(node, MatMul) and node.bias is None else 1
-        if count == 1 or (is_step and not _is_added_up_by_readers(readers.get(node.out, ()))):
-            nodes.append(node)
-        else:
-            nodes += _split(node, count)
-    return graph if len(nodes) == len(graph.nodes) else replace(graph, nodes=nodes)
-
-
-def _is_added_up_by_readers(readers: Sequence[Node | LayoutAgnostic]) -> bool:
-    """Whether a consumer's kernel can make the sum, and store it for other uses."""
-    return not (any(isinstance(each, MatMul) for each in readers) or all(isinstance(each, Result) for each in readers))
-
-
-def _count(node: MatMul, parts: Callable[[ProductShape], int], turned: Collection[Value]) -> int:
-    extents = (*node.a.shape, *node.b.shape)
-    if len(node.a.shape) < 2 or len(node.b.shape) != 2 or not all(isinstance(extent, int) for extent in extents):
-        return 1
-    (*rows, k), n = node.a.shape, node.b.shape[1]
-    b = LayoutClass("column" if node.b.value in turned else "row")
-    return parts(ProductShape(node.out.dtype, 1, math.prod(rows), n, k, b=b))
-
-
-def _split(node: MatMul, count: int) -> list[Node | LayoutAgnostic]:
-    (*rows, k), n, dtype = node.a.shape, node.b.shape[1], node.out.dtype
-    m, inner = math.prod(rows), k // count
-    nodes: list[Node | LayoutAgnostic] = []
-
-    wide = "float32" if itemsize(dtype) == 2 else dtype
-
-    def value(extents: tuple[int, ...]) -> Value:
-        return Value(node.out.name, extents, wide)
-
-    def shaped(function: Callable, arguments: tuple, operand: Operand, extents: tuple[int, ...]) -> Operand:
-        out = Value(node.out.name, extents, operand.dtype)
-        nodes.append(Shaped(function, arguments, operand, out))
-        return whole(out)
-
-    a = shaped(views.reshape, ((m, count, inner),), node.a, (m, count, inner))
-    a = shaped(views.permute, ((1, 0, 2),), a, (count, m, inner))
-    b = shaped(views.reshape, ((count, inner, n),), node.b, (count, inner, n))
-    products = value((count, m, n))
-    nodes.append(MatMul(a, b, products))
-    total = None
-    for part in range(count):
-        each = shaped(views.slice_view, (0, part, part + 1, 1), whole(products), (1, m, n))
-        each = shaped(views.reshape, (node.out.shape,), each, node.out.shape)
-        if total is None:
-            total = each
-            continue
-        out = node.out if part == count - 1 and wide == dtype else value(node.out.shape)
-        nodes.append(Pointwise("add", (total, each), out))
-        total = whole(out)
-    if wide != dtype:
-        nodes.append(Pointwise("astype", (total,), node.out))
-    return nodes
+__all__ = ["WIDE", "pad_products", "widen_gradients"]
 
 
 def pad_products(graph: Graph, unit: Callable[[ProductShape], int]) -> Graph:

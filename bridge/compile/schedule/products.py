@@ -131,14 +131,6 @@ class ProductPolicy(ABC):
         ``product`` may have symbolic extents: the arithmetic on them must not add guards.
         """
 
-    def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
-        """The number of parts of the inner axis whose partial products should be added up.
-
-        Args:
-            is_step: in a step of a loop; ``is_carried``: the next step adds up the partials.
-        """
-        return 1
-
     def unit(self, product: ProductShape) -> int:
         """The unit of which a product's extents along memory should be multiples, at the sample's sizes; 1: any."""
         return 1

@@ -15,7 +15,9 @@ from bridge.base.session import SESSION
 from bridge.compile import CompileOptions, Launch, Program, backend_for, compile_function, settle
 from bridge.compile.cuda import nvrtc
 from bridge.compile.cuda.nvrtc import compiled
+from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.runtime.storage import load, save
+from bridge.compile.schedule.products import LayoutClass, ProductShape
 from tests.bridge.compile_helpers import function
 from tests.nvrtc import ARCHES, needs_nvrtc
 
@@ -132,3 +134,17 @@ def test_a_small_double_is_in_the_kernel_bit_by_bit(number):
     made = program([((4,), "float64")], lambda emit, x: [emit(op.multiply(x, constant))])
     (*_, kernel) = made.kernels
     assert struct.pack(">d", number).hex().upper() in made.source(kernel, "ptx")
+
+
+@pytest.mark.parametrize(
+    ("shape", "unit", "by_lt"),
+    [
+        *(((rows, 128, 512), unit, rows in (8, 16)) for rows in (1, 8, 16, 32) for unit in ("row", "column")),
+        *(((16, 512, 128), unit, unit == "column") for unit in ("row", "column")),
+        *(((16, 768, 768), "column", False), ((16, 64, 64), "column", False)),
+    ],
+)
+def test_small_products_that_cublas_is_slow_at_are_cublas_lts(shape, unit, by_lt):
+    product = ProductShape("float32", 1, *shape, b=LayoutClass(unit))
+    assert CudaProducts().choose(product) == ("mm_lt" if by_lt else "mm")
+    assert CudaProducts().choose(replace(product, element_type="float64")) == "mm"

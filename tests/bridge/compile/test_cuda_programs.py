@@ -175,20 +175,6 @@ def test_products_of_few_rows_in_tf32_are_cublas_lts(tf32, monkeypatch):
     torch.testing.assert_close(out, a @ b)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_long_products_of_half_types_are_split_into_float32_parts(dtype):
-    torch.manual_seed(0)
-    with torch.no_grad():
-        lowered = lower(nn.Sequential(nn.Linear(2304, 64), nn.ReLU()).to(dtype), torch.randn(2, 8, 2304, dtype=dtype))
-    program = compile_function(lowered.forward, name="half", options=CompileOptions.current(Collecting(arch=ARCHES[0])))
-    (product,) = [step for step in program.steps if isinstance(step, CallLibrary)]
-    assert product.name == "bmm_wide"
-    a, b = torch.randn(3, 5, 7, dtype=dtype), torch.randn(3, 7, 4, dtype=dtype)
-    out = torch.empty(3, 5, 4)
-    OUT_KERNELS["bmm_wide"]([out], [a, b])
-    torch.testing.assert_close(out, a.float() @ b.float())
-
-
 @pytest.mark.parametrize(("cell", "launches"), [(LSTM, 1), (LayerNormLSTM, 2)])
 def test_a_step_of_a_cell_is_a_product_and_few_launches(cell, launches, monkeypatch):
     monkeypatch.setattr("bridge.lowering.pipeline.HOST", torch.device("meta"))  # it is lowered as for a GPU
