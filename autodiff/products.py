@@ -150,7 +150,7 @@ and 2.2 times as long, a step of BertLayer of 1,024 rows 1.03 times (H200); 10,4
 
 _UNIT = 8
 """The inner extent must be a multiple of this: the library's quick kernels, of every type, require it. The result's
-rows need no alignment: a large product is padded then (:mod:`bridge.compile.passes.product_variants`), other ones take
+rows need no alignment: a large product is padded then (:mod:`bridge.compile.passes.pad_products`), other ones take
 as long with a bias as without (2048 x 1001 x 2048 in half types, 4096 x 50257 x 768 in float32; H200)."""
 
 _TYPES = ("float16", "bfloat16", "float32")

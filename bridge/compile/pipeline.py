@@ -3,10 +3,9 @@
     translate     Relax → layout-agnostic loop graph                  bridge.compile.translate
     name          GELU of half types by the normal distribution       bridge.compile.passes.patterns
     moments       variances of columns by sums of squares             bridge.compile.passes.patterns
-    pad           large products of misaligned rows, on a GPU         bridge.compile.passes.product_variants
+    pad           large products of misaligned rows, on a GPU         bridge.compile.passes.pad_products
     choose        memory layouts, algorithms of products              bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
-    widen         float32 gradients straight from half products       bridge.compile.passes.product_variants
     fuse          loop graph → groups                                 bridge.compile.schedule.fuse
     generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, .backend
     build         PrimFuncs → machine code, in the background         bridge.compile.runtime.build
@@ -45,13 +44,13 @@ from bridge.compile.passes.choose_layouts import (
     make_walkable,
     recompute_permutations,
 )
+from bridge.compile.passes.pad_products import pad_products
 from bridge.compile.passes.patterns import (
     add_moments_at_once,
     generate_lookups,
     generate_pool_gradients,
     name_normal_functions,
 )
-from bridge.compile.passes.product_variants import pad_products, widen_gradients
 from bridge.compile.passes.sections import read_parts_apart, recompute_sections, recompute_slices
 from bridge.compile.runtime.build import WeakCache
 from bridge.compile.runtime.instructions import CallLibrary
@@ -224,8 +223,7 @@ class _Graphs:
         neutral = pad_products(neutral, policy.unit)
         counts = options.grad_outs, options.constants, lasting
         placed = choose_layouts(neutral, self._backend, policy, *counts, dict(options.orders))
-        graph = optimize(placed, self._backend)
-        self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)
+        self._graph = optimize(placed, self._backend)
         inside = replace(options, grad_outs=0, constants=0, orders=(), given_orders=())
         scans = [node.scan for node in self._graph.nodes if isinstance(node, LoopCall)]
         self._bodies = {scan.body: _body(scan, inside, policy) for scan in scans}

@@ -229,12 +229,6 @@ def _mm_lt(outs: Tensors, args: Tensors) -> None:
     VF.addmm(_ZEROS[key][:count], args[0], args[1], out=outs[0])
 
 
-@out_kernel("mm_wide")
-def _mm_wide(outs: Tensors, args: Tensors) -> None:
-    """A matrix product of half-precision operands with a float32 result, on a GPU."""
-    VF.mm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
-
-
 @out_kernel("mm_swapped")
 def _mm_swapped(outs: Tensors, args: Tensors) -> None:
     """A matrix product computed as the transposed product of the transposes, which BLAS tiles differently."""

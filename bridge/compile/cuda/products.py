@@ -51,9 +51,6 @@ class CudaProducts(ProductPolicy):
     def turns(self) -> bool:
         return self.tf32
 
-    widened = frozenset({"bfloat16"})
-    """Without float16, for which GradScaler checks gradients for overflow."""
-
     def choose(self, product: ProductShape) -> str:
         """torch's kernel for matrices, or for batches of them."""
         if self._is_by_lt(product):

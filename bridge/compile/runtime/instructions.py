@@ -21,7 +21,7 @@ from bridge.compile.loop_ir.views import alike, is_dense, merged
 
 __all__ = ["CallLibrary", "Launch", "MakeView", "Operation", "StepContents", "contents"]
 
-_PRODUCTS = ("mm", "mm_lt", "mm_wide", "mm_biased", "bmm", "addmm", "baddbmm")
+_PRODUCTS = ("mm", "mm_lt", "mm_biased", "bmm", "addmm", "baddbmm")
 
 
 @dataclass(frozen=True)

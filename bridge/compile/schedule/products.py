@@ -102,13 +102,11 @@ class ProductPolicy(ABC):
     Attributes:
         keeps_order: whether a library's copies of batches keep the operands' memory order, and its results are stored
             in the order that consumers want; otherwise both are row-major.
-        widened: element types of which a library's product can have a float32 result.
         packs: whether it matters that an operand is the same in every step of a loop.
         turns: whether a step's product with a transposed weight is as fast as with a copy made before the loop.
     """
 
     keeps_order = False
-    widened: frozenset[str] = frozenset()
     packs = False
     turns = True
 

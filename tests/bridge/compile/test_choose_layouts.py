@@ -28,7 +28,6 @@ class Policy:
     asked: list[ProductShape] = field(default_factory=list)
     keeps_order: bool = False
     joins: bool = False
-    widened: frozenset[str] = frozenset()
     packs: bool = False
 
     def choose(self, product: ProductShape) -> str:

@@ -1,8 +1,7 @@
-"""Passes that a GPU's backend asks for: casts where they are read, wide gradients; golden graphs, and none on a CPU."""
+"""Passes that a GPU's backend asks for: casts where they are read; golden graphs, and none on a CPU."""
 
 from __future__ import annotations
 
-import pytest
 from tvm import relax
 from tvm.relax import op
 
@@ -11,14 +10,12 @@ from bridge.compile.cpu.backend import host_backend
 from bridge.compile.loop_ir.graph import Graph, eliminate_dead_code
 from bridge.compile.passes.cheap import cast_where_read, recompute_row_values
 from bridge.compile.passes.choose_layouts import choose_layouts
-from bridge.compile.passes.product_variants import widen_gradients
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.translate import translate
 from tests.bridge.compile.graph_text import text
 from tests.bridge.compile_helpers import function
 
 GPU = backend_for({"kind": "cuda", "arch": "sm_90"})
-WIDENED = GPU.products(1, False).widened
 
 
 def translated(params, body) -> Graph:
@@ -65,49 +62,6 @@ def test_a_row_value_is_computed_in_each_kernel_that_reads_it():
 def test_a_row_value_of_rows_of_one_length_is_computed_once():
     graph = translated([((8, 32), "float32"), ((8, 32), "float32"), ((8, 1), "float32")], normalized)
     assert text(recompute_row_values(graph, GPU)) == text(graph)
-
-
-def weight_gradient(half: str, also=None):
-    """A gradient of a weight and of a bias under autocast: rounded to the half type, and cast."""
-
-    def body(emit, x, g) -> list[relax.Var]:
-        product = emit(op.matmul(emit(op.permute_dims(g)), x))
-        total = emit(op.astype(emit(op.sum(emit(op.astype(g, "float32")), [0])), half))
-        others = [emit(also(product))] if also else []
-        return [*(emit(op.astype(made, "float32")) for made in (product, total)), *others]
-
-    return body
-
-
-def params(half: str, rows: int = 16) -> list[tuple]:
-    return [((rows, 8), half), ((rows, 4), half)]
-
-
-def test_gradients_of_weights_are_wide():
-    graph = translated(params("bfloat16"), weight_gradient("bfloat16"))
-    assert text(widen_gradients(graph, GPU, WIDENED, 1)) == [
-        "0 = library mm_wide(p1[4,16:1,4+0], p0)",
-        "1 = astype(p1)",
-        "2 = sum(1)",
-        "return 0, 2",
-    ]
-
-
-def test_a_product_of_nothing_stays_as_it_is():
-    graph = translated(params("bfloat16", 0), weight_gradient("bfloat16"))
-    assert "mm_wide" not in " ".join(text(widen_gradients(graph, GPU, WIDENED, 1)))
-
-
-@pytest.mark.parametrize(
-    "half, grad_outs, also",
-    [("bfloat16", 0, None), ("float16", 1, None), ("bfloat16", 1, op.negative)],
-    ids=["no gradient", "float16, for GradScaler", "another reader"],
-)
-def test_what_stays_as_it_is(half, grad_outs, also):
-    graph = translated(params(half), weight_gradient(half, also))
-    lines = text(widen_gradients(graph, GPU, WIDENED, grad_outs))
-    assert lines[0].startswith("0 = library mm(")
-    assert also is not None or lines == text(graph)
 
 
 def test_a_kernel_that_ends_late_waits_for_what_it_adds():

@@ -19,8 +19,7 @@ from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.loop_ir.graph import Graph, Pad
 from bridge.compile.passes.choose_layouts import choose_layouts
-from bridge.compile.passes.product_variants import pad_products, widen_gradients
-from bridge.compile.schedule.fuse import fuse
+from bridge.compile.passes.pad_products import pad_products
 from bridge.compile.schedule.products import ProductShape
 from bridge.compile.translate import translate
 from tests.bridge.compare import check_module
@@ -80,37 +79,6 @@ def test_what_fits_stays_as_it_is(unit):
     params = [((26, 13), "bfloat16"), ((13, 13), "bfloat16"), ((13,), "bfloat16")]
     neutral = translate(function(params, head), GPU)
     assert pad_products(neutral, lambda product: unit) is neutral
-
-
-def test_a_gradient_of_rows_with_zeros_behind_is_wide():
-    def body(emit, hidden, grad) -> list[relax.Var]:
-        product = emit(op.matmul(emit(op.permute_dims(grad)), hidden))
-        return [emit(op.astype(product, "float32"))]
-
-    graph = placed([((16, 8), "bfloat16"), ((16, 13), "bfloat16")], body)
-    assert text(widen_gradients(graph, GPU, PRODUCTS.widened, 1)) == [
-        "0 = pad(p1)",
-        "1 = library mm_wide(0[16,16:1,16+0], p0)",
-        "2 = copy(1[13,8:8,1+0])",
-        "return 2",
-    ]
-
-
-def test_what_a_late_sum_reads_of_it_is_copied_late():
-    """Else its kernel would force the sum's other operand to be computed before other gradients."""
-
-    def body(emit, hidden, grad, weight) -> list[relax.Var]:
-        wide = emit(op.astype(emit(op.matmul(emit(op.permute_dims(grad)), hidden)), "float32"))
-        chain = emit(op.matmul(weight, emit(op.permute_dims(weight))))
-        other = emit(op.matmul(emit(op.permute_dims(weight)), weight))
-        return [emit(op.add(emit(op.matmul(chain, weight)), wide)), other]
-
-    graph = placed([((16, 8), "bfloat16"), ((16, 13), "bfloat16"), ((13, 8), "float32")], body, 8)
-    widened = widen_gradients(graph, GPU, PRODUCTS.widened, 2)
-    groups = [[getattr(node, "op", None) or node.name for node in group.nodes] for group in fuse(widened, GPU)]
-    assert groups[0] == ["pad"] and groups[1] == ["mm_wide"] and groups[-1] == ["copy", "add"]
-    before = [out for group in fuse(widened, GPU)[:-1] for node in group.nodes for out in node.outs]
-    assert widened.results[1].value in before
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,15 @@
-"""Variants of matrix products: a product → padded or widened.
+"""Padded products: a large product of misaligned rows → a part of a product of matrices padded with zeros.
 
-Padded products: a large product of misaligned rows → a part of a product of matrices padded with zeros. A GPU's library
-has full-speed kernels for matrices whose extents along memory are multiples of 16 bytes, and slow ones for others: with
-a vocabulary of 30522 words a language model's head takes up to three times as long (an H200, bfloat16 and TF32). The
-zeros add zeros to a sum, and the extra rows and columns have no consumer. The producer of a matrix writes it padded
-where it can (:class:`~bridge.compile.loop_ir.graph.Pad`), once; consumers of the result read a part of a wider one.
-
-Wide gradients: a gradient's half-type product or sum that is cast to float32 → one with a float32 result. Both are
-summed in float32 in either case; this saves the rounding to the half type, its memory and the casting kernel. So
-gradients of autocast's weights and biases are more exact than eager's; a forward's values keep eager's rounding.
+A GPU's library has full-speed kernels for matrices whose extents along memory are multiples of 16 bytes, and slow ones
+for others: with a vocabulary of 30522 words a language model's head takes up to three times as long (an H200, bfloat16
+and TF32). The zeros add zeros to a sum, and the extra rows and columns have no consumer. The producer of a matrix
+writes it padded where it can (:class:`~bridge.compile.loop_ir.graph.Pad`), once; consumers of the result read a part of
+a wider one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 from autodiff.extents import Dim, same, sample_of
@@ -22,24 +17,18 @@ from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
     Graph,
     LayoutAgnostic,
-    LibraryCall,
     MatMul,
     Node,
     Operand,
     Pad,
-    Pointwise,
-    Reduction,
     Shaped,
     Value,
-    eliminate_dead_code,
     is_turned,
     whole,
 )
-from bridge.compile.loop_ir.views import alike, is_dense
-from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.products import LayoutClass, ProductShape
 
-__all__ = ["WIDE", "pad_products", "widen_gradients"]
+__all__ = ["pad_products"]
 
 
 def pad_products(graph: Graph, unit: Callable[[ProductShape], int]) -> Graph:
@@ -128,68 +117,3 @@ class _Walk:
             self.nodes.append(Pad("pad", (operand,), out))
             self._padded[key] = whole(out)
         return self._padded[key]
-
-
-WIDE = "float32"
-
-_NAMES = {"mm": "mm_wide"}
-
-
-def widen_gradients(graph: Graph, rules: Rules, widened: Collection[str], grad_outs: int) -> Graph:
-    """Gives products and sums a :data:`WIDE` result if their only consumer casts them to it, perhaps via ``widened``.
-
-    ``grad_outs``: see :class:`~bridge.compile.options.CompileOptions`.
-    """
-    if not widened or not grad_outs:
-        return graph
-    readers = Counter(
-        operand.value for node in graph.nodes for operand in node.operands if isinstance(operand, Operand)
-    )
-    readers.update(operand.value for operand in graph.results)
-    gradients: set[Value] = set(graph.params[len(graph.params) - grad_outs :])
-    nodes: list[Node] = []
-    position: dict[Value, int] = {}
-    for node in graph.nodes:
-        if any(isinstance(operand, Operand) and operand.value in gradients for operand in node.operands):
-            gradients.update(node.outs)
-        read = _cast(node)
-        place = None if read is None else position.get(read.value)
-        if place is not None:
-            is_alone = readers[read.value] == 1 and read.value in gradients
-            place = place if is_alone and (read.is_whole or isinstance(nodes[place], LibraryCall)) else None
-        if place is not None and node.out.dtype == WIDE:
-            wide = node.out if read.is_whole else Value(node.out.name, read.value.shape, WIDE)
-            nodes[place] = _wide(nodes[place], wide)
-            if not read.is_whole:  # a product with padded rows
-                nodes.append(Pointwise("copy", (Operand(wide, read.view),), node.out))
-            continue
-        if place is not None and isinstance(nodes[place], Reduction) and node.out.dtype in widened:
-            position[node.out] = place  # rounded, and perhaps cast back
-        elif isinstance(node, LibraryCall) and node.outs[0].dtype in widened and _has_wide_form(node):
-            position[node.outs[0]] = len(nodes)
-        elif isinstance(node, Reduction) and node.out.dtype == WIDE:
-            position[node.out] = len(nodes)
-        nodes.append(node)
-    return eliminate_dead_code(replace(graph, nodes=nodes), rules)
-
-
-def _has_wide_form(node: LibraryCall) -> bool:
-    """Whether the library has this product with a float32 result; leaves empty products alone."""
-    return node.name in _NAMES and not any(same(operand.value.numel, 0) for operand in node.operands)
-
-
-def _wide(node: LibraryCall | Reduction, out: Value) -> Node:
-    if isinstance(node, Reduction):
-        return replace(node, out=out)
-    return LibraryCall(_NAMES[node.name], node.operands, (out,), node.attrs)
-
-
-def _cast(node: Node) -> Operand | None:
-    """The operand that a node casts element for element, a dense value or its first rows; ``None`` for other nodes."""
-    if type(node) is not Pointwise or node.op != "astype":
-        return None
-    (operand,) = node.operands
-    if not isinstance(operand, Operand) or not alike(operand.shape, node.out.shape):
-        return None
-    begins = same(operand.view.offset, 0) and is_dense(operand.view)
-    return operand if begins and alike(operand.shape[1:], operand.value.shape[1:]) else None
