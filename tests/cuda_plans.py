@@ -14,7 +14,6 @@ from bridge.compile.loop_ir.graph import Graph, Reduction, Value
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.products import plan_columns
-from bridge.compile.schedule.read_again import read_again
 from tests.opencl import OpenClKernels
 
 __all__ = ["BACKEND", "FOR_LITTLE", "CudaKernels", "array", "assert_near", "planned"]
@@ -31,7 +30,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.float16: 2e-2, tor
 def planned(graph: Graph, backend: CudaBackend = BACKEND) -> list[Planned]:
     """The plans of a graph's kernels, in order, as the compiler makes them for a GPU."""
     groups = fuse(graph, backend)
-    read_again(groups, [operand.value for operand in graph.results], backend)
     stored = {operand.value for operand in graph.results}
     for group in groups:
         stored |= {operand.value for _, operand in group.reads()}

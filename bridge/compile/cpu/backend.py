@@ -85,7 +85,6 @@ LIMITS = Limits.of(
     single_elements=0,
     together=1,
     small_casts=0,
-    read_again=0,
 )
 
 

@@ -102,7 +102,6 @@ LIMITS = Limits.of(
     single_elements=2**17,
     together=8,
     small_casts=8,
-    read_again=8,
 )
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import tvm
@@ -47,7 +47,7 @@ __all__ = [
     "Node",
 ]
 __all__ += ["OneOperand", "OneOut", "Operand", "Pad", "Pointwise", "Positions", "Product", "Reduction", "Result"]
-__all__ += ["Scalar", "Shaped", "Value", "eliminate_dead_code", "is_turned", "needed", "readers_of", "whole"]
+__all__ += ["Scalar", "Shaped", "Value", "eliminate_dead_code", "is_turned", "readers_of", "whole"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,16 +257,6 @@ def whole(value: Value) -> Operand:
     return Operand(value, dense(value.shape))
 
 
-def needed(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
-    """The nodes that compute the wanted values, and their producers, in the given order."""
-    values, found = set(wanted), []
-    for node in reversed(nodes):
-        if not values.isdisjoint(node.outs):
-            found.append(node)
-            values.update(operand.value for operand in node.operands if isinstance(operand, Operand))
-    return found[::-1]
-
-
 def readers_of(nodes: Iterable[Node | LayoutAgnostic]) -> dict[Value, list[Node | LayoutAgnostic]]:
     """The nodes that read each value, once per operand."""
     readers = defaultdict(list)
@@ -344,4 +334,9 @@ def is_turned(node: Shaped) -> bool:
 
 def eliminate_dead_code(graph: Graph, _: object) -> Graph:
     """Drops nodes that no result needs (a pass recomputes their values elsewhere)."""
-    return replace(graph, nodes=needed(graph.nodes, (output.value for output in graph.results)))
+    values, found = {output.value for output in graph.results}, []
+    for node in reversed(graph.nodes):
+        if not values.isdisjoint(node.outs):
+            found.append(node)
+            values.update(operand.value for operand in node.operands if isinstance(operand, Operand))
+    return replace(graph, nodes=found[::-1])

@@ -39,7 +39,6 @@ from bridge.compile.schedule.fuse import Group, fuse
 from bridge.compile.schedule.horizontal_fusion import plan_horizontal_fusion, together
 from bridge.compile.schedule.plan_rows import plan_rows
 from bridge.compile.schedule.products import plan_columns
-from bridge.compile.schedule.read_again import read_again
 
 __all__ = ["assemble", "guard_indices", "kernel_of", "one"]
 
@@ -118,7 +117,6 @@ def assemble(
     """
     clock = _Clock(timings)
     groups = fuse(graph, backend)
-    read_again(groups, [operand.value for operand in graph.results], backend)
     clock.stop("fuse")
     stored = _stored(graph, groups)
     groups = [group for group in groups if any(value in stored for value in group.made)]

@@ -85,7 +85,7 @@ class ThreadLimits:
 
 @dataclass(frozen=True)
 class RecomputeLimits:
-    """Thresholds of rematerialization: values computed or read again instead of being kept.
+    """Thresholds of rematerialization: values computed again instead of being kept.
 
     Attributes:
         cheap_operations: a value of at most so many is recomputed in a later pass over the row instead of cached.
@@ -93,7 +93,6 @@ class RecomputeLimits:
         cheap_shared: the same, if it is more, for values made only of tensors that all rows share.
         free_reads: operands smaller than the result by this factor are free to read again.
         small_casts: consumers larger than a tensor by this factor cast it, or count a range, themselves; 0: none.
-        read_again: maximum cheap operators of a large value that consuming kernels recompute, unstored; 0: none.
     """
 
     cheap_operations: int
@@ -101,7 +100,6 @@ class RecomputeLimits:
     cheap_shared: int
     free_reads: int
     small_casts: int
-    read_again: int
 
 
 @dataclass(frozen=True)
