@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.operator_mode import OperatorMode
 
 __all__ = ["HostKernels"]
 
@@ -28,7 +29,7 @@ def on_host(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) ->
     return func(*pytree.tree_map_only(Tensor, Tensor.cpu, args), **pytree.tree_map_only(Tensor, Tensor.cpu, kwargs))
 
 
-class HostKernels(TorchDispatchMode):
+class HostKernels(OperatorMode):
     """Overwrites operators' float64 results by another kernel's results for the same operands.
 
     Args:
@@ -43,8 +44,8 @@ class HostKernels(TorchDispatchMode):
         self._kernel = kernel
         self.differing: set[str] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
+    def operator(self, func, args, kwargs):
+        kwargs = dict(kwargs)
         if not self._concerns(func, args, kwargs):
             return func(*args, **kwargs)
         copies = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))

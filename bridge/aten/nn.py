@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch import fx
 from tvm import relax
 
 from autodiff.body import const
@@ -27,10 +26,9 @@ from bridge.aten.any_operator import computed_from, whole
 from bridge.aten.conv import lies_behind, read_from_behind
 from bridge.aten.draws import draw_at_offset, state_before
 from bridge.aten.reductions import euclidean_norm
-from bridge.aten.registry import UnsupportedUse, converts, numbers_only, rounds_once, same_shape
-from bridge.base.devices import HOST
+from bridge.aten.registry import UnsupportedUse, converts, dims, numbers_only, rounds_once, same_shape
+from bridge.base.devices import HOST, current_device
 from bridge.base.quirks import quirk
-from bridge.base.torch_fakes import fake_mode
 from bridge.base.torch_internals import aten
 from bridge.capture import COMPUTED_DRAWS, STOP_GRADIENT, TensorMetadata, attends_by_products
 
@@ -296,31 +294,47 @@ def embedding(importer, node, weight, indices, padding_idx=-1, scale_grad_by_fre
     return importer.library("embedding", args, importer.out(node))
 
 
-def _fake(form, mode):
-    """A meta tensor, for :class:`TensorMetadata` with dynamic sizes."""
-    if not isinstance(form, TensorMetadata):
-        return form
-    numbers_only("bags of computed weights", form.shape)
-    with mode:
-        return torch.empty(form.shape, dtype=form.dtype)
+_BAGS_UNSAVED = (torch.float32, torch.float16, torch.bfloat16)
+"""Element types whose sums of bags have a kernel of their own on a CPU, which saves no bag of an index."""
+
+
+def _of_bags(node, mode, padding):
+    """Metadata of the results of ``_embedding_bag`` for operands in row-major order, as a program has them.
+
+    For other orders, and without a gradient, eager's kernels save other tensors.
+    """
+    results = node.meta["val"]
+    if current_device() != HOST:
+        return results
+    (count, width), indices = results[0].shape, node.args[1].meta["val"].shape
+    is_unsaved = mode == 0 and padding < 0 and results[0].dtype in _BAGS_UNSAVED
+    shapes = (count, width), (0,) if is_unsaved else indices, (count,), (count, width) if mode == 2 else (count,)
+    return tuple(TensorMetadata(dims(each), result.dtype) for each, result in zip(shapes, results, strict=True))
 
 
 @converts(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
-def embedding_bag(importer, node, weight, indices, offsets, scale_grad_by_freq=False, mode=0, sparse=False, *rest):
+def embedding_bag(
+    importer,
+    node,
+    weight,
+    indices,
+    offsets,
+    scale_grad_by_freq=False,
+    mode=0,
+    sparse=False,
+    factors=None,
+    include_last_offset=False,
+    padding_idx=-1,
+):
     # the trace takes the variant without a gradient for all computed weights: only a placeholder surely needs none
     frozen = node.target is aten._embedding_bag_forward_only.default and node.args[0].op == "placeholder"
     if sparse and not frozen:
         raise UnsupportedUse("sparse gradients", "set sparse=False")
-    args = (indices, offsets, scale_grad_by_freq, mode, False, *rest)
+    args = (indices, offsets, scale_grad_by_freq, mode, False, factors, include_last_offset, padding_idx)
     if frozen:
         return whole(importer, node, weight, *args)
+    meta = {**node.meta, "val": _of_bags(node, mode, padding_idx)}
     target = aten._embedding_bag.default
-    if node.target is target:
-        return whole(importer, node, weight, *args)
-    numbers_only("bags of computed weights", [form.shape for form in node.meta["val"]])
-    mode = fake_mode()
-    fakes = target(*fx.node.map_arg(node.args, lambda arg: _fake(arg.meta["val"], mode)), **node.kwargs)
-    meta = {**node.meta, "val": fakes}
     with_gradient = SimpleNamespace(target=target, args=node.args, kwargs=node.kwargs, meta=meta)
     return whole(importer, with_gradient, weight, *args)
 

@@ -19,8 +19,9 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.errors import is_user_file
+from bridge.base.quirks import quirk
 from bridge.base.torch_autograd import no_torch_dispatch
-from bridge.base.torch_internals import FakeTensor, FakeTensorMode, HigherOrderOperator, find, neg_view
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, HigherOrderOperator, aten, find, neg_view, pytree
 
 __all__ = ["attributes_set_on", "clear_fake_memo", "fake_mode", "fake_of", "fake_state", "fake_type_hidden"]
 __all__ += ["meta_tensor", "new_fake", "outside_graph", "stand_in"]
@@ -48,7 +49,31 @@ class _FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if isinstance(func, HigherOrderOperator) and func not in _FAKE_FORMS:
             return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
+        if func in _BAGS:
+            return _bags(functools.partial(super().__torch_dispatch__, func, types), args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+
+
+@quirk(
+    "F.embedding_bag",
+    reason="its formula for fake tensors does not know the kernel for bfloat16 that saves no bags, as that for float16",
+    test="tests/bridge/aten/test_nn.py::test_bags_of_half_types",
+)
+def _bags(run: Callable[..., Any], args: tuple, kwargs: dict[str, Any] | None) -> Any:
+    if args[0].dtype is not torch.bfloat16:
+        return run(args, kwargs)
+    halves = pytree.tree_map_only(torch.Tensor, _as_float16, (args, kwargs))
+    result, *saved = run(*halves)
+    return result.to(torch.bfloat16), *saved
+
+
+def _as_float16(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is not torch.bfloat16:
+        return tensor
+    return new_fake(tensor.fake_mode, tensor.shape, tensor.stride(), torch.float16, tensor.fake_device)
 
 
 def fake_mode(**options: Any) -> Any:

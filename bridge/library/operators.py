@@ -70,9 +70,15 @@ def _filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return {key: _filled(item, tensors) for key, item in value.items()}
 
 
+_ROW_MAJOR = (aten._embedding_bag.default,)
+"""Operators that save other tensors for other strides of their operands (``_of_bags`` in ``bridge/aten/nn.py``)."""
+
+
 def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Runs an ATen operator on arguments written as JSON (see :mod:`autodiff.library`)."""
     target, parsed, _ = _parsed(name, arguments)
+    if target in _ROW_MAJOR:
+        tensors = tuple(each.contiguous() for each in tensors)
     args, kwargs = _filled(parsed, tensors)
     made = target(*args, **kwargs)
     made = made if isinstance(made, tuple | list) else (made,)

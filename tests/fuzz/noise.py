@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.operator_mode import OperatorMode
 
 __all__ = ["Noise"]
 
@@ -20,7 +21,8 @@ ULPS = 2.0
 
 SUMS = frozenset(
     "sum mean nansum var std var_mean std_mean norm linalg_vector_norm mm bmm addmm baddbmm mv addmv dot vdot"
-    " convolution cumsum trace logcumsumexp logsumexp native_layer_norm native_group_norm _softmax _log_softmax".split()
+    " convolution cumsum trace logcumsumexp logsumexp native_layer_norm native_group_norm _softmax _log_softmax"
+    " _embedding_bag _embedding_bag_forward_only".split()
 )
 """Operators that sum: another order acts like rounded operands (visible in cancellation)."""
 
@@ -29,7 +31,7 @@ SIGNS = (torch.ops.aten.copysign, torch.ops.aten.signbit)
 """Operators that read a sign: the sign of nan is up to processor and compiler, so the noise flips it."""
 
 
-class Noise(TorchDispatchMode):
+class Noise(OperatorMode):
     """Multiplies every newly computed float by ``1 + e``, ``|e| <= ULPS * eps``; masks and draws are left alone.
 
     The operands of sums are disturbed in the same way.
@@ -44,7 +46,7 @@ class Noise(TorchDispatchMode):
         self.seed, self.of_values = seed, of_values
         self.generator = torch.Generator().manual_seed(seed)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def operator(self, func, args, kwargs):
         if func.overloadpacket.__name__ in SUMS:
             args = pytree.tree_map_only(Tensor, self._disturbed, args)
         if func.overloadpacket is torch.ops.aten.bernoulli:
@@ -53,7 +55,7 @@ class Noise(TorchDispatchMode):
             args = pytree.tree_map_only(
                 Tensor, lambda x: torch.where(x.isnan(), -x, x) if x.is_floating_point() else x, args
             )
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags or any(r.alias_info for r in func._schema.returns):
             return result
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.operator_mode import OperatorMode
 
 __all__ = ["PartByPart"]
 
@@ -33,12 +34,12 @@ SIGN = aten.sgn.default
 """Divides by the absolute value: torch's kernel makes it complex for a few elements and for a remainder of many."""
 
 
-class PartByPart(TorchDispatchMode):
+class PartByPart(OperatorMode):
     """Applies an operation with a real number to each part of a complex one."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = _made(func, args, kwargs or {})  # from the values before an in-place write
-        result = func(*args, **(kwargs or {}))
+    def operator(self, func, args, kwargs):
+        made = _made(func, args, kwargs)  # from the values before an in-place write
+        result = func(*args, **kwargs)
         if made is None or not _is_complex(result) or result.is_conj() or result.is_neg():
             return result
         return result.copy_(torch.complex(*(part.to(result.real).expand(result.shape) for part in made)))

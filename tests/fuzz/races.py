@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.operator_mode import OperatorMode
 
 __all__ = ["Races"]
 
@@ -27,7 +28,7 @@ _FLAT = {aten.put.default, aten.put_.default}
 """Take positions in the flattened tensor, and values."""
 
 
-class Races(TorchDispatchMode):
+class Races(OperatorMode):
     """Runs racing writes in another order, by ``seed``; ``met``: operators whose results then differ."""
 
     def __init__(self, seed: int):
@@ -35,8 +36,7 @@ class Races(TorchDispatchMode):
         self._generator = torch.Generator().manual_seed(seed)
         self.met: set[str] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def operator(self, func, args, kwargs):
         given = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
         result = func(*args, **kwargs)
         turned = self._turned(func, given, kwargs)

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.operator_mode import OperatorMode
 
 __all__ = ["Reordered"]
 
@@ -46,7 +47,7 @@ CONTRACTIONS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.de
 """Matrix products → the positions of their operands."""
 
 
-class Reordered(TorchDispatchMode):
+class Reordered(OperatorMode):
     """Shuffles the terms of sums; rounds an ``alpha`` product before its sum; applies a matrix product's factors inside
     or after the sum, as kernels may.
 
@@ -60,8 +61,8 @@ class Reordered(TorchDispatchMode):
         self.shifted = seed % 2 == 1
         self.lost = float("nan") if seed % 4 < 2 else 0.0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, args = dict(kwargs or {}), list(args)
+    def operator(self, func, args, kwargs):
+        kwargs, args = dict(kwargs), list(args)
         if func in SCALED and kwargs.get("alpha", 1) != 1 and isinstance(args[SCALED[func]], Tensor):
             args[SCALED[func]] = args[SCALED[func]] * kwargs.pop("alpha")
         elif func in MULTIPLIED:

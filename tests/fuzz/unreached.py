@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.base.torch_internals import current_graph_task_id
+from tests.operator_mode import OperatorMode
 
 __all__ = ["Unreached"]
 
@@ -22,12 +22,12 @@ BILINEAR = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default
 """Products whose elements are sums of products: zeros if an operand is all zeros."""
 
 
-class Unreached(TorchDispatchMode):
+class Unreached(OperatorMode):
     """In a backward, keeps zeros: an elementwise operator's result where its gradient is zero, and a product with an
     all-zero operand."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+    def operator(self, func, args, kwargs):
+        result = func(*args, **kwargs)
         if current_graph_task_id() == -1 or not isinstance(result, Tensor):
             return result
         if func in BILINEAR:

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.operator_mode import OperatorMode
 
 __all__ = ["Unraised"]
 
 
-class Unraised(TorchDispatchMode):
+class Unraised(OperatorMode):
     """Runs an operator that raises again, on zeros, and fills its results with a number.
 
     Two runs with different numbers agree only where nothing uses these results.
@@ -22,8 +23,7 @@ class Unraised(TorchDispatchMode):
         super().__init__()
         self.factor = factor
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def operator(self, func, args, kwargs):
         try:
             return func(*args, **kwargs)
         except (IndexError, RuntimeError):

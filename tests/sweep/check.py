@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge import UnsupportedModule, stats
 from tests.bridge.compare import Call, Run, assert_same, check_module, clone_tree, run
 from tests.device import DEVICE, moved
 from tests.host_kernels import HostKernels
+from tests.operator_mode import OperatorMode
 from tests.sweep.varying import Missed, compare_sizes, of_sizes
 
 __all__ = ["Outcome", "Verdict", "check", "combine", "one_line"]
@@ -56,15 +56,15 @@ class Outcome:
     detail: str
 
 
-class _LowerPrecision(TorchDispatchMode):
+class _LowerPrecision(OperatorMode):
     """Notices whether any operation makes a float narrower than float64."""
 
     def __init__(self):
         super().__init__()
         self.seen = False
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+    def operator(self, func, args, kwargs):
+        result = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
                 self.seen = True

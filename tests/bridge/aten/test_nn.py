@@ -119,6 +119,51 @@ def test_embedding_bag_of_computed_weights(count, mode):
     check_module(lambda: ComputedBag(mode), lambda: (torch.arange(count), torch.arange(0, count, 2)), calls=1)
 
 
+class LaidOutBag(nn.Module):
+    """Sums of bags; in eager the order of axes of weights and factors decides which kernel runs, and what it saves."""
+
+    def __init__(self, layout, dtype):
+        super().__init__()
+        self.layout = layout
+        shape = {"every second column": (7, 6), "turned": (3, 7), "turned and computed": (3, 7)}.get(layout, (7, 3))
+        weight = torch.randint(-3, 4, shape).to(dtype)  # sums without rounding
+        self.weight = nn.Parameter(weight.t().clone().t() if layout == "a turned parameter" else weight)
+        self.factors = nn.Parameter(torch.randint(-1, 2, (12, 2)).to(dtype))
+
+    def forward(self, index):
+        weight, factors = self.weight, None
+        if self.layout.startswith("turned"):
+            weight = weight.t() * 2 if "computed" in self.layout else weight.t()
+        if self.layout == "every second column":
+            weight = weight[:, ::2]
+        if "factors" in self.layout:
+            factors = self.factors[:, 1] if self.layout == "strided factors" else self.factors[:, 1] * 2
+        ends = torch.tensor([0, 2, 5, 12] if self.layout == "ends" else [0, 2, 5])
+        options = {"per_sample_weights": factors, "include_last_offset": self.layout == "ends"}
+        return F.embedding_bag(index, weight, ends, mode="sum", **options).sin()
+
+
+LAYOUTS = ("dense", "turned", "a turned parameter", "turned and computed", "every second column", "ends")
+LAYOUTS += ("dense factors", "strided factors")
+HALF_TYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    sampled(itertools.product(HALF_TYPES, LAYOUTS), lambda case: case[0] is torch.bfloat16),
+    ids=str,
+)
+def test_bags_of_half_types(dtype, layout):
+    eager, index = LaidOutBag(layout, dtype), torch.randint(0, 7, (12,))
+    for options in ({}, {"dynamic_shapes": ({0: torch.export.Dim.DYNAMIC},)}):
+        if options and "factors" in layout:
+            continue  # one factor for each index
+        module = add_tvm_dispatch(copy.deepcopy(eager), index, partition="save_all", **options)
+        found = [(each(index), *torch.autograd.grad(each(index).sum(), each.weight)) for each in (module, eager)]
+        torch.testing.assert_close(*found)
+        assert stats(module).hits == 2
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("leading", [(), (2, 3)])
 def test_linear_with_a_vector_for_its_weight(bias, leading):

@@ -179,6 +179,12 @@ def test_bags_of_a_table(mode):
     assert_as_eager(imported(module, normal(4, 6), ({0: N, 1: M},)), normal, [(2, 2), (5, 9), (7, 4)])
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_computed_weights(mode):
+    module = Of(lambda x: F.embedding_bag(x.argmax(1) % len(x), x[:, 0] * 2, mode=mode))
+    assert_as_eager(imported(module, normal(4, 6), ({0: N, 1: M},)), normal, [(2, 2), (5, 9), (7, 4)])
+
+
 SOME_SIZES = {
     "slices": (lambda x: (x[:, 1:] * 2, x[:, ::2] * 2, x[:, :3] * 2, F.pad(x[:, :-1], (0, 0, 1, 0))), 4),
     "halves": (lambda x: (x[:, : x.shape[1] // 2] * 2, F.avg_pool1d(x.mT, 2)), 4),
@@ -231,7 +237,6 @@ REFUSED = {
     "an exponent of float16 that is made of sizes which vary": lambda x: x.half() ** x.shape[0],
     "a geometry in memory of a size that varies": lambda x: x.as_strided((x.shape[0], 2), (x.stride(0), 1)) * 2,
     "a geometry in memory where sizes vary": lambda x: x + torch.ones(4).as_strided((2, 4), (0, 1)).sum(0),
-    "bags of computed weights of a size that varies": lambda x: _bags(x[0] * 2),
     "the k-th value of a size that varies": lambda x: x.kthvalue(x.shape[1] - 1, 1).values,
     "the sample's 6 alone": lambda x: x / math.sqrt(x.shape[1]),
 }
