@@ -231,6 +231,37 @@ def test_map(case):
     check(MAPS[case], ONES, ROWS)
 
 
+WRITTEN_OUT = {
+    "cond": (lambda m, x: torch.cond(x.isnan().any(), lambda t: t * 2, torch.sin, (x,)), lambda x: x.sin()),
+    "while_loop": (
+        lambda m, x: while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, t.sin()), (torch.tensor(0, device=DEVICE), x))[
+            1
+        ],
+        lambda x: x.sin().sin().sin(),
+    ),
+    "scan": (
+        lambda m, x: scan(lambda h, t: (h + t.sin(), h * t), torch.zeros_like(x[0]), x)[1],
+        lambda x: (x.sin().cumsum(0) - x.sin()) * x,
+    ),
+    "map": (lambda m, x: mapped(lambda t, u: t.sin() * u.mean(), x, x * 2), lambda x: x.sin() * (x * 2).mean()),
+}
+"""Calls of torch's operators, and the same values without them."""
+
+
+@pytest.mark.parametrize("case", WRITTEN_OUT)
+def test_second_derivatives_are_of_the_control_flow_written_out(case):
+    """Eager's lack terms of ``scan`` and ``while_loop``, and ``cond`` has none (2.13)."""
+    function, wanted = WRITTEN_OUT[case]
+    x = ROWS.double().requires_grad_()
+    module, _ = dispatched(function, x)
+    found = []
+    for call in (module, wanted):
+        (first,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        found.append((first.detach(), *torch.autograd.grad(first.square().sum(), x)))
+    assert stats(module).hits
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
 REFUSED = {
     "an alias": lambda m, x: torch.cond(positive(x), lambda x: x, lambda x: x * m.v, (x,)),
     "two forms": lambda m, x: torch.cond(positive(x), lambda x: x.sum(), lambda x: x * m.v, (x,)),
