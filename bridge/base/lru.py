@@ -54,10 +54,19 @@ class LeastRecentlyUsed(Generic[Key, Value]):
                 return found.value
             self._held[key] = _Held(value, cost, next(self._clock))
             self.cost += cost
-            while len(self._held) > self._most or (self.cost > self._budget and len(self._held) > 1):
-                oldest = min((other for other in self._held if other != key), key=self._used, default=key)
-                self.cost -= self._held.pop(oldest).cost
+            if len(self._held) > self._most or self.cost > self._budget:
+                self._evict(key)
         return value
+
+    def _evict(self, last: Key) -> None:
+        """Drops the least recently used values but ``last``; a sixteenth more than are too many, since the search for
+        them sorts all."""
+        more = len(self._held) // 16
+        for dropped, key in enumerate(sorted(self._held, key=self._used)):
+            if len(self._held) <= self._most and self.cost <= self._budget and dropped > more:
+                return
+            if key != last:
+                self.cost -= self._held.pop(key).cost
 
     def clear(self) -> None:
         """Forgets all values; values in use stay alive."""

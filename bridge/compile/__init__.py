@@ -18,6 +18,7 @@ from bridge.compile.cpu.mt19937 import (
 from bridge.compile.cuda.products import Gpu, gpu_of
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
 from bridge.compile.graphs.executor import EntryGraphs
+from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, compile_function
 from bridge.compile.runtime.build import settle
@@ -39,6 +40,7 @@ __all__ = ["DEGREE", "DOUBLE", "FLOAT", "IN_A_ROW", "MODES", "PER_BLOCK"]
 __all__ += ["STATE_WORDS", "WORDS", "Backend", "Built", "CallLibrary", "Compilation"]
 __all__ += ["CompileOptions", "DrawnMask", "EntryGraphs", "Gpu", "Instruction", "KeptFunction", "Launch"]
 __all__ += ["Liveness", "MakeView", "Mode", "Operation", "ProductShape", "Program", "RecordedGraphs", "RunLoop"]
-__all__ += ["Segment", "backend_for", "bernoulli_function", "canonical_text", "compile_function", "cut", "digest_of"]
-__all__ += ["evaluator", "functions_of", "gpu_of", "hold_function", "host_backend", "host_features", "load_program"]
+__all__ += ["Segment", "backend_for", "bernoulli_function", "canonical_text", "compile_function", "cut"]
+__all__ += ["dense_strides", "digest_of", "evaluator", "functions_of", "gpu_of", "hold_function", "host_backend"]
+__all__ += ["host_features", "load_program"]
 __all__ += ["save_program", "settle", "swap_function", "with_constants"]

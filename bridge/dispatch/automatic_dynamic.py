@@ -21,6 +21,7 @@ from autodiff.extents import Extent
 from bridge.base.devices import HOST
 from bridge.base.errors import GuardFailure, UnsupportedModule, is_out_of_memory, is_refused_by_eager, swallowed
 from bridge.base.log import channel
+from bridge.base.torch_internals import pytree
 from bridge.capture import ALL_COUNTS, LEAST, DynamicDim, LoopedCall, NumberPlace, Output, sized
 from bridge.compile import evaluator
 from bridge.dispatch.compile_entry import compile_entry, recorded_call, require_capturable
@@ -34,6 +35,9 @@ __all__ = ["MAX_REFUSED", "AutomaticDynamicShapes", "FixedDims", "dynamic_dims"]
 #: Failed attempts at sets of symbolic dimensions, in one mode, before every size gets an entry of its own.
 MAX_REFUSED = 4
 _LEAST = 2
+_ONCE = 1
+"""Most hits of an entry of fixed sizes that leaves when one of all sizes is made. One that has served its sizes more
+often stays for them: constant sizes, a smaller last batch."""
 
 
 def dynamic_dims(guard: EntryGuard, call: SampleCall) -> tuple[DynamicDim, ...]:
@@ -226,7 +230,8 @@ class AutomaticDynamicShapes:
             log.info("%s: forward fixes %s; every size gets an entry of its own", name, _places(dims))
         else:
             log.info("%s is compiled for sizes that vary from its second size on: %s", name, entry.bound)
-            if ALL_COUNTS in dims and _covers(entry, known):
+            if (ALL_COUNTS in dims or known.hits <= _ONCE) and _covers(entry, known, call):
+                entry.bound.replaced_hits.append(known.hits)
                 self._entries.drop(known)
         return entry
 
@@ -237,8 +242,9 @@ def _counts(known: Entry) -> tuple[DynamicDim, ...]:
     return (ALL_COUNTS,) if any(type(each) is int and each >= LEAST for each in numbers) else ()
 
 
-def _covers(entry: Entry, known: Entry) -> bool:
-    """Whether an entry with dynamic counts serves every call that ``known``, with the sample's counts, serves."""
+def _covers(entry: Entry, known: Entry, call: SampleCall) -> bool:
+    """Whether an entry with dynamic sizes or counts serves every call that ``known``, with the sample's, serves, as
+    long as everything around the call is as now."""
     read = zip(entry.lowered.captured.numbers.expressions, known.lowered.captured.numbers.expressions, strict=False)
     if (
         len(entry.lowered.captured.numbers.expressions) != len(known.lowered.captured.numbers.expressions)
@@ -254,7 +260,22 @@ def _covers(entry: Entry, known: Entry) -> bool:
             if size is None and number != then:
                 return False
             counted += [] if size is None else [sized(then)]
-    return entry.guard.sizes.failure([*known.lowered.captured.given.tensors, *counted]) is None
+    if entry.guard.sizes.failure([*known.lowered.captured.given.tensors, *counted]) is not None:
+        return False
+    again = _at_sizes_of(known, call)
+    return known.guard.holds(again) and entry.guard.holds(again)
+
+
+def _at_sizes_of(known: Entry, call: SampleCall) -> SampleCall:
+    """The call with empty tensors of the shapes and strides of an entry's sample."""
+    made: dict[int, torch.Tensor] = {}
+    given = known.lowered.captured.given.tensors
+    for (_, shape, tensor), sample in zip(known.guard.arguments.compiled_shapes(call), given, strict=False):
+        made[id(tensor)] = (
+            tensor.detach().new_empty_strided(shape, sample.stride()).requires_grad_(tensor.requires_grad)
+        )
+    args, kwargs = pytree.tree_map(lambda leaf: made.get(id(leaf), leaf), (call.args, call.kwargs))
+    return replace(call, args=args, kwargs=kwargs, dims=())
 
 
 def _proves(known: Entry, dim: DynamicDim, looped: LoopedCall, size: int, tensors: Sequence[torch.Tensor]) -> bool:

@@ -7,7 +7,7 @@ names in the lowered functions. An entry runs the steps, bound by :mod:`bridge.d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from bridge.dispatch.results import result_layouts
 from bridge.lowering import LoweredCall
 
 __all__ = ["STEPS", "Backward", "CallStep", "Checks", "Forward", "Generator", "Inputs", "MakeDraws", "ReadNumbers"]
-__all__ += ["Relayout", "Results", "Save", "SetAttributes", "WriteBack", "input_names", "plan_call"]
+__all__ += ["Relayout", "Results", "Save", "SetAttributes", "WriteBack", "at_sizes", "input_names", "plan_call"]
 
 
 @dataclass(frozen=True)
@@ -372,9 +372,7 @@ def plan_call(
     found.append(Forward(name, given + draws, values))
     if imported.checks:
         found.append(Checks(lowered.num_results - 1, imported.checks))
-    seen = forward.shared_results(), forward.result_strides
-    if layouts := result_layouts(observed.outputs, imported.output_of, *seen):
-        found.append(Relayout(tuple((place, values[place], stride) for place, stride in layouts)))
+    found += _relayout(lowered, forward, observed, values)
     first_buffer = imported.num_outputs
     if imported.leaves_state:
         before = len(inputs) + len(imported.input_draws) - 1
@@ -390,6 +388,31 @@ def plan_call(
     if guard is not None and guard.tree.sets_attributes:
         found.append(SetAttributes(captured.state.counters, tuple(each.name for each in captured.state.kept)))
     return tuple(found)
+
+
+def at_sizes(
+    steps: Sequence[CallStep], lowered: LoweredCall, forward: Program, observed: Observed
+) -> tuple[CallStep, ...]:
+    """The steps of a call of other sizes; ``observed``: its draws and results."""
+    found: list[CallStep] = []
+    for step in steps:
+        if isinstance(step, MakeDraws):
+            found.append(replace(step, draws=observed.draws))
+        elif isinstance(step, Results):
+            found.append(replace(step, outputs=observed.outputs))
+        elif not isinstance(step, Relayout):
+            found.append(step)
+        if isinstance(step, Forward):
+            after = len(found)
+    after += isinstance(found[after], Checks)
+    return (*found[:after], *_relayout(lowered, forward, observed, _result_names(lowered)), *found[after:])
+
+
+def _relayout(lowered: LoweredCall, forward: Program, observed: Observed, values: Sequence[str]) -> list[Relayout]:
+    """The step that lays results out as eager does, if some are laid out otherwise."""
+    seen = forward.shared_results(), forward.result_strides
+    layouts = result_layouts(observed.outputs, lowered.imported.output_of, *seen)
+    return [Relayout(tuple((place, values[place], stride) for place, stride in layouts))] * bool(layouts)
 
 
 def input_names(lowered: LoweredCall) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autodiff.lazy import cached_property
 from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
 from bridge.base.log import Stopwatch
 from bridge.base.lru import LeastRecentlyUsed
@@ -28,7 +29,7 @@ from bridge.capture import DynamicDim, ScalarGuard
 from bridge.compile import Backend, Program, RecordedGraphs, RunLoop, evaluator
 from bridge.dispatch.autograd import apply, apply_in_nodes
 from bridge.dispatch.call_run import CallRun, CallValues
-from bridge.dispatch.call_steps import CallStep, MakeDraws, Results, plan_call
+from bridge.dispatch.call_steps import CallStep, MakeDraws, Results, at_sizes, plan_call
 from bridge.dispatch.guards import ArgumentSizes, EntryGuard, Sizes, argument_sizes
 from bridge.dispatch.programs import Programs
 from bridge.dispatch.recompute import Observed, alignments, numbers_read
@@ -71,6 +72,9 @@ class BoundCalls:
 
     Args:
         sizes: reads the sizes of a call from its argument tensors.
+
+    Attributes:
+        replaced_hits: of each entry for fixed sizes whose place this one took, its hits.
     """
 
     def __init__(self, lowered: LoweredCall, programs: Programs, guard: EntryGuard | None, sizes: ArgumentSizes):
@@ -85,13 +89,13 @@ class BoundCalls:
         self._kept = LeastRecentlyUsed[tuple, CallRun](MAX_BOUND, MAX_BOUND_BYTES)
         made = [programs.forward.program, *([programs.backward.program] if programs.backward is not None else [])]
         self._bytes = _BYTES_OF_A_STEP * sum(len(program.steps) for program in made)
+        self.replaced_hits: list[int] = []
 
     @property
     def steps(self) -> tuple[CallStep, ...]:
         """The steps of a call with symbolic extents, except the strides of results, which are the sample's."""
-        steps = self._planned(self._samples)
         symbolic = {MakeDraws: {"draws": self._symbolic.draws}, Results: {"outputs": self._symbolic.outputs}}
-        return tuple(replace(step, **symbolic.get(type(step), {})) for step in steps)
+        return tuple(replace(step, **symbolic.get(type(step), {})) for step in self._of_sample)
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether argument tensors have sizes that the entry serves, and the compiled strides for these sizes."""
@@ -136,8 +140,12 @@ class BoundCalls:
             failure = GuardFailure(RUN, "error in binding sizes", f"{given}: {type(error).__name__}: {error}")
             raise failure from error
 
+    @cached_property
+    def _of_sample(self) -> tuple[CallStep, ...]:
+        return _planned(self._lowered, self._programs, self._guard, self._observed(self._samples))
+
     def _planned(self, sizes: Sizes) -> tuple[CallStep, ...]:
-        return _planned(self._lowered, self._programs, self._guard, self._observed(sizes))
+        return at_sizes(self._of_sample, self._lowered, self._programs.forward.program, self._observed(sizes))
 
     def bind(self, sizes: Sizes | None = None) -> CallRun:
         """The bound steps for sizes, by default the sample's; waits for machine code, raises its errors."""
@@ -270,6 +278,8 @@ class Entry:
             f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]" for tensor, shape in given
         )
         sizes = f", {len(self.bound)} sizes" if self.bound is not None else ""
+        if self.bound is not None and self.bound.replaced_hits:
+            sizes += f", in place of an entry for fixed sizes with {sum(self.bound.replaced_hits)} hits"
         kind = "forward and backward" if self.backward else "frozen" if self.is_frozen else "forward only"
         slower = f", {self.worth}" if self.worth is not None and self.worth.is_slower else ""
         head = f"Entry({captured.module_name}({shapes}), {kind}"

@@ -21,6 +21,7 @@ from bridge.base.pytrees import WithWholes, has_objects, unpacked
 from bridge.base.tensor_properties import view_in
 from bridge.base.torch_internals import VF, pytree
 from bridge.capture import Captured, Output
+from bridge.compile import dense_strides
 from bridge.lowering import LoweredCall
 
 __all__ = ["assembly", "backward_orders", "complex_places", "forward_orders", "host_inputs", "memory_orders"]
@@ -141,9 +142,9 @@ def _other_order(observed: Output) -> tuple[int, ...] | None:
 
     Gaps of a slice are not reproduced. The order is, since later ``*_like`` draws follow it.
     """
-    plain = VF.empty(observed.shape, device="meta").stride()
-    if plain == tuple(observed.stride):
+    if dense_strides(observed.shape) == tuple(observed.stride):
         return None
+    plain = VF.empty(observed.shape, device="meta").stride()
     eagers = VF.empty_strided(observed.shape, observed.stride, dtype=observed.dtype, device="meta")
     stride = VF.empty_like(eagers).stride()
     same = all(a == b for a, b, extent in zip(stride, plain, observed.shape, strict=True) if extent != 1)

@@ -56,6 +56,8 @@ def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
 
 def dense_strides(shape: Sequence[Dim]) -> tuple[Dim, ...]:
     """Row-major strides of a dense tensor."""
+    if len(shape) < 2:
+        return (1,) * len(shape)
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)

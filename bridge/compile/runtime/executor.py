@@ -13,7 +13,8 @@ Constants: a program and tensors for its last parameters → the program of the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import add
@@ -22,7 +23,6 @@ import torch
 from torch.autograd import profiler
 
 from autodiff.lazy import cached_property
-from bridge.base.devices import HOST
 from bridge.base.pytrees import picker
 from bridge.base.torch_internals import VF, empty_strided, tensor_at
 from bridge.compile.loop_ir.views import dense_strides
@@ -40,8 +40,8 @@ Action = Callable[[list], None]
 
 _ADDRESS = torch.Tensor.data_ptr
 
-Arrays = dict[tuple[int, ...], tuple[torch.Tensor, ctypes.c_void_p]]
-"""Integers → an int64 tensor of them, and its address."""
+Arrays = dict[tuple[int, ...], tuple[array, ctypes.c_void_p]]
+"""Integers → an int64 array with them, and their address."""
 
 
 def bind(
@@ -141,7 +141,7 @@ def _run(kernel: Callable, pick: Callable[[list], Sequence], registers: list) ->
 
 
 def _run_with_scalars(
-    kernel: Callable, pick: Callable[[list], Sequence], _alive: torch.Tensor, where: ctypes.c_void_p, registers: list
+    kernel: Callable, pick: Callable[[list], Sequence], _alive: array, where: ctypes.c_void_p, registers: list
 ) -> None:
     kernel(*pick(registers), where)
 
@@ -156,18 +156,29 @@ def _run_at_addresses(
     kernel: Callable,
     pick: Callable[[list], Sequence],
     behind: tuple[int, ...],
-    _alive: torch.Tensor,
+    _alive: array,
     where: ctypes.c_void_p,
     registers: list,
 ) -> None:
     kernel(*map(ctypes.c_void_p, map(add, map(_ADDRESS, pick(registers)), behind)), where)
 
 
-def _array(scalars: tuple[int, ...], arrays: Arrays) -> tuple[torch.Tensor, ctypes.c_void_p]:
+def _array(scalars: tuple[int, ...], arrays: Arrays) -> tuple[array, ctypes.c_void_p]:
     if scalars not in arrays:
-        tensor = VF.tensor(scalars, dtype=torch.int64, device=HOST)
-        arrays[scalars] = tensor, ctypes.c_void_p(tensor.data_ptr())
+        arrays.update(_arrays([scalars]))
     return arrays[scalars]
+
+
+def _arrays(integers: Iterable[tuple[int, ...]]) -> Arrays:
+    """All integers in one array."""
+    flat = array("q")
+    begins = {}
+    for each in integers:
+        if each not in begins:
+            begins[each] = len(flat)
+            flat.extend(each)
+    first = flat.buffer_info()[0]
+    return {each: (flat, ctypes.c_void_p(first + flat.itemsize * begin)) for each, begin in begins.items()}
 
 
 Actions = Sequence[tuple[Action, tuple[int, ...]]]
@@ -175,12 +186,24 @@ Actions = Sequence[tuple[Action, tuple[int, ...]]]
 
 
 def bind_all(program: Program, drive: Drive | None = None) -> Actions:
-    """Binds the instructions of a program, for any of its executors; ``drive`` runs the steps of loops."""
-    functions = {kernel: built.function for kernel, built in program.code.items()}
-    kept = {*program.layout.filled, *(slot for slot, _ in program.constants), *program.layout.results}
-    arrays: Arrays = {}
-    bound = [bind(step, functions, arrays, drive) for step in program.steps]
-    return tuple(zip(bound, last_uses(program.steps, kept), strict=True))
+    """Binds the instructions of a program, for any of its executors; ``drive`` runs the steps of loops.
+
+    Programs of other sizes share the actions of the instructions that are the same for all sizes.
+    """
+    shared, steps = program.shared, program.steps
+    if not shared.last_uses:
+        kept = {*program.layout.filled, *(slot for slot, _ in program.constants), *program.layout.results}
+        shared.functions = {kernel: built.function for kernel, built in program.code.items()}
+        shared.last_uses = last_uses(steps, kept)
+    known, functions = shared.actions, shared.functions
+    arrays = _arrays([step.scalars for step in steps if isinstance(step, Launch) and id(step) not in known])
+    bound = []
+    for step, lasting in zip(steps, shared.steps, strict=True):
+        action = known.get(id(step)) or bind(step, functions, arrays, drive)
+        if step is lasting:
+            known[id(step)] = action
+        bound.append(action)
+    return tuple(zip(bound, shared.last_uses, strict=True))
 
 
 class Executor:
@@ -208,12 +231,14 @@ class Executor:
         actions: Actions | None = None,
     ):
         self.name, self.steps = program.name, program.steps
-        constants = tuple((slot, tensor.to(device)) for slot, tensor in program.constants)
-        self._program = replace(program, constants=constants)  # not the program itself, which holds its executor
+        self._constants = tuple([(slot, tensor.to(device)) for slot, tensor in program.constants])
         self._prepare, self._empty, self._pool = prepare, empty, pool
         self._layout = layout = program.layout
         if actions is not None:
             self.actions = actions
+        else:
+            self._program = replace(program)  # not the program itself, which holds its executor
+            self._program.share(program.shared)
         self._static_views = [bind(view, {}, {}) for view in layout.views]
         self._forms = InputForms(program.name, layout.params, device)
         self._fresh = [(made.slot, made.shape, dense_strides(made.shape), made.torch_dtype) for made in layout.fresh]
@@ -299,7 +324,7 @@ class Executor:
         """The registers of runs in a block, and their contents between runs."""
         registers: list = [None] * self._layout.size
         self._layout.fill(registers, block.memory)
-        for slot, tensor in self._program.constants:
+        for slot, tensor in self._constants:
             registers[slot] = tensor
         for make_view in self._static_views:
             make_view(registers)

@@ -1,6 +1,7 @@
 """Evaluator: data with symbolic extents → a function of the sizes that returns the same data with numbers.
 
-All distinct extents form one table, evaluated by one function; every part of the data picks its own numbers there.
+All distinct extents form one table of numbers, which one function computes; every part of the data picks its own
+numbers there. Parts without extents are shared by all sizes, and so are the fields of an object that have none.
 
 Instances: a program with symbolic extents and sizes → instructions, layout and constants at these sizes. The arena
 keeps the vertical order of the sample's plan.
@@ -9,51 +10,95 @@ keeps the vertical order of the sample's plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from operator import itemgetter
 from typing import Any
 
 import torch
 
-from autodiff.extents import Extent, ExtentScope
+from autodiff.extents import Dim, Extent, ExtentScope
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import VF
 from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.instructions import StepContents
-from bridge.compile.runtime.layout import ALIGNMENT, RegisterLayout
+from bridge.compile.runtime.layout import ALIGNMENT, Register, RegisterLayout
 from bridge.compile.runtime.loop_frame import Instruction
 
 __all__ = ["Instances", "evaluator"]
+
+_Maker = Callable[[Sequence[int]], Any]
+"""The table of numbers → a value."""
 
 
 def evaluator(value: Any, scope: ExtentScope) -> Callable[[Mapping[str, int]], Any]:
     """A function of the sizes of the scope's symbols that evaluates every extent in a value of lists, tuples and
     dataclasses. A part without extents stays the identical object."""
-    places: dict[tuple, int] = {}
-    extents: list[Extent] = []
-    make = _maker(value, places, extents) or (lambda _: value)
-    numbers = scope.compiled(extents)
+    table = _Table()
+    make = table.maker(value)
+    if make is None:
+        return lambda sizes: value
+    numbers = scope.compiled(table.values)
     return lambda sizes: make(numbers(sizes))
 
 
-def _maker(value: Any, places: dict[tuple, int], extents: list[Extent]) -> Callable[[Sequence[int]], Any] | None:
-    """A function of the table of numbers that makes the value; collects its extents; ``None`` if it has none."""
-    if isinstance(value, Extent):
-        place = places.setdefault(value.terms, len(extents))
-        if place == len(extents):
-            extents.append(value)
-        return itemgetter(place)
-    is_data = is_dataclass(value) and not isinstance(value, type | StepContents)  # contents describe the sample
-    if not is_data and type(value) not in (list, tuple):
-        return None
-    parts = [getattr(value, field.name) for field in fields(value)] if is_data else value
-    makers = [_maker(part, places, extents) for part in parts]
-    if not any(makers):
-        return None
-    kind, known = type(value), list(zip(makers, parts, strict=True))
-    if is_data:
-        return lambda numbers: kind(*[part if make is None else make(numbers) for make, part in known])
-    return lambda numbers: kind([part if make is None else make(numbers) for make, part in known])
+class _Table:
+    """Distinct integers → places in a table; data → functions that make it of the table's numbers."""
+
+    def __init__(self) -> None:
+        self._places: dict[Any, int] = {}
+        self.values: list[Dim] = []
+
+    def place(self, value: Dim) -> int:
+        """The place of an extent or a number."""
+        found = self._places.setdefault(value.terms if isinstance(value, Extent) else value, len(self.values))
+        if found == len(self.values):
+            self.values.append(value)
+        return found
+
+    def maker(self, value: Any) -> _Maker | None:
+        """A function that makes the value; ``None`` if it has no extents."""
+        if isinstance(value, Extent):
+            return itemgetter(self.place(value))
+        if type(value) in (list, tuple):
+            return self._sequence(value)
+        if not is_dataclass(value) or isinstance(value, type | StepContents):  # contents describe the sample
+            return None
+        held = {field.name: getattr(value, field.name) for field in fields(value)}
+        changed = [(name, make) for name, part in held.items() if (make := self.maker(part)) is not None]
+        return _object(type(value), held, changed) if changed else None
+
+    def _sequence(self, value: Sequence[Any]) -> _Maker | None:
+        kind = type(value)
+        if all(type(each) is int or isinstance(each, Extent) for each in value):
+            if all(type(each) is int for each in value):
+                return None
+            pick = itemgetter(*map(self.place, value))
+            if kind is tuple and len(value) > 1:
+                return pick
+            return (lambda numbers: kind((pick(numbers),))) if len(value) == 1 else lambda numbers: kind(pick(numbers))
+        changed = [(place, make) for place, each in enumerate(value) if (make := self.maker(each)) is not None]
+
+        def make(numbers: Sequence[int]) -> Any:
+            made = list(value)
+            for place, part in changed:
+                made[place] = part(numbers)
+            return made if kind is list else kind(made)
+
+        return make if changed else None
+
+
+def _object(kind: type, held: Mapping[str, Any], changed: Sequence[tuple[str, _Maker]]) -> _Maker:
+    """A function that makes a dataclass's object; its ``__init__`` takes five times as long."""
+
+    def make(numbers: Sequence[int]) -> Any:
+        made = object.__new__(kind)
+        attributes = made.__dict__
+        attributes.update(held)
+        for name, part in changed:
+            attributes[name] = part(numbers)
+        return made
+
+    return make
 
 
 class Instances:
@@ -83,7 +128,7 @@ class Instances:
         steps, params, arena, nbytes, fresh, views, positions = self._parts(sizes)
         offsets, total = self._placed(nbytes)
         placed = zip(arena, offsets, strict=True)
-        arena = tuple([each if each.offset == at else replace(each, offset=at) for each, at in placed])
+        arena = tuple([each if each.offset == at else _moved(each, at) for each, at in placed])
         layout = RegisterLayout(
             self._layout.size, params, arena, total, fresh, views, self._layout.results, self._layout.memory
         )
@@ -104,3 +149,10 @@ class Instances:
             offsets.append(offset)
             ends.append(offset + -(-size // ALIGNMENT) * ALIGNMENT)
         return offsets, max(ends, default=0)
+
+
+def _moved(register: Register, offset: int) -> Register:
+    """The register at another offset in the arena."""
+    made = object.__new__(Register)
+    made.__dict__.update(register.__dict__, offset=offset)
+    return made

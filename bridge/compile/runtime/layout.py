@@ -28,7 +28,7 @@ from autodiff.library import GENERATOR_STATE
 from bridge.base.devices import HOST
 from bridge.base.session import SESSION
 from bridge.base.tensor_properties import TensorChecks, is_nested, tensor_checks
-from bridge.base.torch_internals import VF
+from bridge.base.torch_internals import VF, tensor_at
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.views import dense, dense_strides, inverse, permute
 from bridge.compile.runtime.instructions import MakeView
@@ -165,17 +165,17 @@ class RegisterLayout:
 
     def fill(self, registers: list, memory: torch.Tensor) -> None:
         """Puts the arena's tensors into their slots; ``memory``: aligned uint8."""
-        typed: dict[str, torch.Tensor] = {}  # the whole memory by element type, so that a slot is one view
+        typed: dict[str, tuple[torch.Tensor, int]] = {}  # the whole memory by element type, so that a slot is one view
         for placed in self.arena:
             if placed.dtype not in typed:
-                whole = len(memory) - len(memory) % itemsize(placed.dtype)
-                typed[placed.dtype] = memory[:whole].view(placed.torch_dtype)
-            if placed.numel == 0:
-                registers[placed.slot] = VF.empty(placed.shape, dtype=placed.torch_dtype, device=memory.device)
+                size = itemsize(placed.dtype)
+                typed[placed.dtype] = memory[: len(memory) - len(memory) % size].view(placed.torch_dtype), size
+            shape = placed.shape
+            if 0 in shape:
+                registers[placed.slot] = VF.empty(shape, dtype=placed.torch_dtype, device=memory.device)
             else:
-                base = typed[placed.dtype]
-                first = base.storage_offset() + placed.offset // itemsize(placed.dtype)
-                registers[placed.slot] = base.as_strided(placed.shape, dense_strides(placed.shape), first)
+                base, size = typed[placed.dtype]
+                registers[placed.slot] = tensor_at(base, shape, dense_strides(shape), placed.offset // size)
 
 
 _USES = 256
@@ -305,9 +305,11 @@ class ArenaPool:
 
     def _gone(self, key: int) -> None:
         """Drops a user's data, and free blocks that are larger than any living user needs."""
-        self._users.pop(key, None)
+        _, size = self._users.pop(key, (None, 0))
         for block in self._living():
             block.bound.pop(key, None)
+        if not any(block.size <= size for block in tuple(self._free)):  # another user needs as much
+            return
         largest = max((size for _, size in tuple(self._users.values())), default=-1)
         for block in tuple(self._free):
             if block.size > largest:

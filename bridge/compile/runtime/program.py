@@ -31,6 +31,23 @@ _BYTES_OF_STEP, _BYTES_OF_SLOT = 2048, 1024
 """Estimated bytes of a bound instruction, and of a register in each block that the program runs in."""
 
 
+@dataclass(eq=False)
+class SharedBinding:
+    """The part of a program's binding to machine code that is the same for all sizes.
+
+    Attributes:
+        steps: the instructions for all sizes.
+        functions: the kernels by name.
+        last_uses: after each instruction, the slots that it is the last to use; empty before the first binding.
+        actions: ``id`` of an instruction without extents → its action.
+    """
+
+    steps: tuple[Instruction, ...]
+    functions: Mapping[str, Callable] = field(default_factory=dict)
+    last_uses: Sequence[tuple[int, ...]] = ()
+    actions: dict[int, Callable[[list], None]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """``program(inputs) -> results`` for one Relax function. Equal functions share it; thread-safe.
@@ -107,7 +124,18 @@ class Program:
             raise ValueError(f"{self.name} is compiled for sizes with {broken}, got {dict(sizes)}")
         steps, layout, constants = self._instances(sizes)
         constants = (*self.constants, *constants)
-        return replace(self, steps=steps, layout=layout, constants=constants, positions=(), scope=None)
+        made = replace(self, steps=steps, layout=layout, constants=constants, positions=(), scope=None)
+        made.share(self.shared)
+        return made
+
+    @cached_property
+    def shared(self) -> SharedBinding:
+        """The part of its binding to machine code that is the same for all sizes."""
+        return SharedBinding(self.steps)
+
+    def share(self, shared: SharedBinding) -> None:
+        """Sets :attr:`shared`."""
+        vars(self)["shared"] = shared
 
     @cached_property
     def _instances(self) -> Instances:
