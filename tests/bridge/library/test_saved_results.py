@@ -1,4 +1,4 @@
-"""The derivative of a library operator reads results that the forward saved, in the shapes in which its formula saves them."""
+"""The derivative of a library operator reads saved results in the shapes in which its formula saves them."""
 
 from __future__ import annotations
 
