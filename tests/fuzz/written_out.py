@@ -9,22 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
+from bridge.base.torch_internals import no_frames_compiled
 from bridge.capture import AsPython
 
 __all__ = ["written_out"]
 
 
-class _WithoutDynamo(TorchDispatchMode):
-    """Runs operators as they are; Dynamo traces nothing under it."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def written_out() -> Iterator[None]:
     """While active, control-flow operators run as Python."""
-    with _WithoutDynamo(), AsPython():
+    with no_frames_compiled(), AsPython():
         yield
