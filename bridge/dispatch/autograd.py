@@ -23,14 +23,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import is_autocast_enabled, is_grad_enabled
 
 from bridge.base.torch_autograd import applied, keeps_graph
 from bridge.base.torch_internals import has_storage, len_function_stack, no_torch_function, saved_tensors_hooks
 from bridge.dispatch.backward_nodes import make_token, run_of_token
-from bridge.dispatch.call_run import Action, CallValues, outside_autocast
-from bridge.dispatch.chained import ChainedGradients
+from bridge.dispatch.call_run import CallValues, outside_autocast
 from bridge.dispatch.eager_backward import changed, saved_of, tensors_of
-from bridge.dispatch.programs import Programs
 
 __all__ = ["BATCHED", "FOLLOWED", "apply", "apply_in_nodes", "eager_gradients"]
 
@@ -79,16 +78,17 @@ def eager_gradients(ctx: Any, outputs: Sequence[int], grad_outs: Sequence[torch.
 
 
 class _Dispatched(torch.autograd.Function):
-    """Forward and backward of a call. Inputs: programs, the forward's actions, the call, inputs that get a gradient.
+    """Forward and backward of a call. Inputs: the call, inputs that get a gradient.
 
     If the backward has several nodes, this one runs first; its last input is the token of the next (:class:`_Later`).
     """
 
     @staticmethod
-    def forward(ctx, programs: Programs, actions: list[Action], call: CallValues, *wanted: torch.Tensor):
-        for act in actions:
+    def forward(ctx, call: CallValues, *wanted: torch.Tensor):
+        run = call.run
+        for act in run.forward:
             act(call)
-        values = call.values
+        programs, values = run.programs, call.values
         ctx.to_save, ctx.materialize_grads = tuple(call.saved), False  # as save_for_backward and the other setter do
         if saved_tensors_hooks() is not None:
             ctx.types = [each.dtype for each in call.saved]
@@ -111,13 +111,13 @@ class _Dispatched(torch.autograd.Function):
         programs = ctx.programs
         if ctx.later is not None:
             ctx.later()
-        present, is_eagers = [], torch.is_grad_enabled()
+        present, is_eagers = [], is_grad_enabled()
         for i in programs.differentiable:
             if grad_outs[i] is not None:
                 present.append(i)
                 is_eagers = is_eagers or not has_storage(grad_outs[i])
         if not present:
-            return _with_beside(ctx, [None] * (len(ctx.needs_input_grad) - 3))
+            return _with_beside(ctx, [None] * (len(ctx.needs_input_grad) - 1))
         if is_eagers:
             gradients = eager_gradients(ctx, present, [grad_outs[i] for i in present])
             ctx.maybe_clear_saved_tensors()
@@ -135,36 +135,36 @@ class _Dispatched(torch.autograd.Function):
         for i in present:
             inputs.append(grad_outs[i])
         del grad_outs
-        run = programs.backward_for(tuple(present))
-        if len(programs.nodes) > 1:
-            run = run.begin
-        if torch.is_autocast_enabled(programs.device_type):
+        backward = programs.backward_for(tuple(present))
+        run = backward.begin if len(programs.nodes) > 1 else backward.__call__
+        if is_autocast_enabled(programs.device_type):
             run = partial(outside_autocast, programs.device_type, run)
         if not len_function_stack():
-            return (None, None, None, *run(inputs)) if ctx.beside is None else _with_beside(ctx, run(inputs))
+            return (None, *run(inputs)) if ctx.beside is None else _with_beside(ctx, run(inputs))
         with no_torch_function():  # a mode of the user's, or a default device
             return _with_beside(ctx, run(inputs))
 
 
 def _with_beside(ctx: Any, gradients: Sequence[torch.Tensor | None], node: int = 0) -> tuple[torch.Tensor | None, ...]:
-    """A node's gradients plus the gradients that nodes of chained results have computed."""
+    """A node's gradients plus the gradients that nodes of chained results have computed, after its call's ``None``."""
     if ctx.beside is not None and not ctx.beside.is_empty:
         gradients = ctx.beside.taken(gradients, ctx.programs.nodes[node])
-    return (None, None, None, *gradients)
+    return (None, *gradients)
 
 
 apply = applied(_Dispatched, types=None, held=None, watched=None, beside=None, later=None)
 
 
 class _Later(torch.autograd.Function):
-    """A later node. Inputs: programs, chained results' gradients, its number, inputs with a gradient, next token."""
+    """A later node. Inputs: the call with the node's number, inputs that get a gradient, the next node's token."""
 
     @staticmethod
-    def forward(ctx, programs: Programs, beside: ChainedGradients | None, node: int, *wanted: torch.Tensor):
-        ctx.programs, ctx.beside, ctx.node = programs, beside, node
+    def forward(ctx, given: tuple[CallValues, int], *wanted: torch.Tensor):
+        call, ctx.node = given
+        ctx.programs, ctx.beside = call.run.programs, call.beside
         ctx.set_materialize_grads(False)
         with no_torch_function() if len_function_stack() else nullcontext():
-            return make_token(programs.device)
+            return make_token(ctx.programs.device)
 
     @staticmethod
     def backward(ctx, token: torch.Tensor | None):
@@ -180,10 +180,10 @@ class _Later(torch.autograd.Function):
 _later = applied(_Later)
 
 
-def apply_in_nodes(programs: Programs, actions: list[Action], call: CallValues, *wanted: torch.Tensor):
+def apply_in_nodes(call: CallValues, *wanted: torch.Tensor):
     """:data:`apply` with one autograd node for each of ``programs.nodes``."""
-    nodes = programs.nodes
+    nodes = call.run.programs.nodes
     token: tuple[torch.Tensor, ...] = ()
     for node in range(len(nodes) - 1, 0, -1):
-        token = (_later(programs, call.beside, node, *[wanted[place] for place in nodes[node]], *token),)
-    return apply(programs, actions, call, *[wanted[place] for place in nodes[0]], *token)
+        token = (_later((call, node), *[wanted[place] for place in nodes[node]], *token),)
+    return apply(call, *[wanted[place] for place in nodes[0]], *token)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import is_autocast_enabled, nn
 
 from bridge.base.errors import RUN, GuardFailure, Unsupported, UnsupportedModule, is_final
 from bridge.base.pytrees import picker
@@ -37,6 +37,7 @@ class CallValues:
 
     Attributes:
         module: the called module.
+        run: the bound steps.
         inputs: the program's input tensors, from the guard.
         primals: inputs and draws.
         values: the program's results.
@@ -51,6 +52,7 @@ class CallValues:
     """
 
     module: nn.Module | None
+    run: CallRun
     inputs: list[torch.Tensor]
     primals: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -150,7 +152,7 @@ def _draws(step: steps.MakeDraws, module_name: str) -> Action:
 def _forward(step: steps.Forward, execute: Execute, device_type: str) -> Action:
     def forward(call: CallValues) -> None:
         try:
-            if torch.is_autocast_enabled(device_type):
+            if is_autocast_enabled(device_type):
                 call.values = outside_autocast(device_type, execute, call.primals)
             else:
                 call.values = execute(call.primals)

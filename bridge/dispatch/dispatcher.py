@@ -212,7 +212,7 @@ class Dispatcher:
             for entry in self.entries.all:
                 inputs = entry.guard.check(module, args, kwargs)
                 if inputs is not None:
-                    return entry(inputs, module)
+                    return entry.__call__(inputs, module)  # a method is entered without a call from C
         except GuardFailure as failure:
             failed = failure
         return self._look_closer(SampleCall(module, args, kwargs), eager or _eager(module), failed)

@@ -303,11 +303,11 @@ class Entry:
         call.inputs = call.primals = inputs
         call.module, call.undo, call.beside = module, None, None
         try:
-            run = self.run if self.bound is None else self.bound.of(call)
+            call.run = run = self.run if self.bound is None else self.bound.of(call)
             for act in run.before:
                 act(call)
             if self._apply is not None:
-                call.computed = self._apply(run.programs, run.forward, call, *self._wanted(call.primals))
+                call.computed = self._apply(call, *self._wanted(call.primals))
             else:
                 with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                     for act in run.forward:

@@ -152,7 +152,7 @@ class Executable:
 
 def _under_name(program: Program, name: str) -> Execute:
     """The program's executor; if it was compiled for an equal module of another class, profilers see this name."""
-    execute = program.executor
+    execute = program.executor.__call__  # a method is entered without the call from C that an object needs
     if program.name == name:
         return execute
 

@@ -20,6 +20,7 @@ from functools import partial
 from operator import add
 
 import torch
+from torch import is_grad_enabled
 from torch.autograd import profiler
 
 from autodiff.lazy import cached_property
@@ -267,7 +268,7 @@ class Executor:
         ``fresh``: dense memory for the results in ``layout.fresh``, in order; ``None``: new memory. ``user``: the pool
         user whose blocks the run works in; ``None``: the executor's own.
         """
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             with torch.no_grad():
                 return Executor.__call__(self, inputs, consume=consume, fresh=fresh, user=user)
         user = self._user if user is None else user

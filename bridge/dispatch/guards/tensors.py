@@ -72,6 +72,8 @@ class TensorGuard:
         ``inference``: expression for whether inference mode is on; ``nested``: expression for the tensors that may be
         nested by now, or no tensors at all.
         """
+        if not self._names:
+            return
         failure, otherwise = source.name(self._closer, "look closer at"), ""
         if nested:
             source.add("try:", f"    nested = any(map({source.name(is_nested, 'is nested')}, {nested}))")

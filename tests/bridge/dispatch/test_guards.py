@@ -367,6 +367,7 @@ class SeveralResults(nn.Module):
 
 
 FEW_FRAMES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "no tensors of its own": (nn.Tanh, (7, 6)),
     "two layers": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()), (7, 6)),
     "sixteen layers": (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(8))), (7, 6)),
     "several results": (SeveralResults, (7, 6)),
@@ -380,7 +381,7 @@ FEW_FRAMES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_a_hit_runs_few_frames_of_python(name):
     """Nineteen frames, and one for each instruction, whether a kernel or a product of torch."""
     make, shape = FEW_FRAMES[name]
-    module, x = make(), torch.randn(shape)
+    module, x = make(), torch.randn(shape, requires_grad=True)
     add_tvm_dispatch(module, x)
     for _ in range(3):
         module(x)
