@@ -84,7 +84,7 @@ def _of_values(now: Record, before: Record) -> Iterator[Difference]:
         if found is None:
             continue
         words, wrong = f"{name}: {found[0]}", found[1]
-        if "generator" in name:
+        if name.endswith(("generator", "generator at the end")):
             yield Difference("generator", f"{name}: another state")
         elif wrong:
             yield Difference("wrong numbers", words)

@@ -66,7 +66,7 @@ def pack(value: Any) -> Plain:
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    flat = tensor.reshape(-1).contiguous()
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.reshape(-1))
     made: Plain = {
         "dtype": str(value.dtype).removeprefix("torch."),
         "shape": list(value.shape),
@@ -75,12 +75,12 @@ def pack(value: Any) -> Plain:
     step = 1 if flat.numel() <= MOST_KEPT else math.ceil(flat.numel() / SAMPLED)
     if step > 1:
         made |= {"step": step, "norm": float(flat.double().norm())}
-    made["kept"] = base64.b85encode(zlib.compress(_bytes(flat[::step].contiguous()), 1)).decode()
+    made["kept"] = base64.b85encode(zlib.compress(_bytes(flat if step == 1 else flat[::step].contiguous()), 1)).decode()
     return made
 
 
 def _bytes(flat: Tensor) -> bytes:
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return flat.cpu().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def _kept(packed: Plain) -> Tensor:

@@ -104,6 +104,9 @@ def test_kinds_of_differences(folder):
     for old, new, kind in (("amax", "amax_7", "names in programs"), ("(x0, add;", "(add, x0;", "program text")):
         other = {**random, "texts": {**random["texts"], "entry 0 forward": pack_text(program.replace(old, new))}}
         assert kinds(other, random) == {kind}
+    for name, kind in (("generator", "generator"), ("gradient of parameter generator_head.bias", "wrong numbers")):
+        one, two = ({**random, "values": {f"call 0, {name}": pack(torch.tensor([number]))}} for number in (1.0, 2.0))
+        assert kinds(one, two) == {kind}
     assert kinds({**random, "hits": 1}, random) == {"fewer hits"}
     assert kinds({**random, "about": refused["about"], "case": refused["case"]}, refused) >= {"fell away"}
     assert kinds({**random, "about": "other"}, random) == {"another case"}
@@ -124,6 +127,7 @@ def test_distances():
     assert apart(pack(ones * 2), pack(ones)) == ("1.0e+00 in float32", True)
     assert apart(pack(torch.tensor([1.0, torch.nan])), pack(torch.tensor([1.0, torch.inf])))[1]
     assert apart(pack(torch.tensor([True])), pack(torch.tensor([False])))[1]
+    assert apart(pack(ones[4096::4096]), pack(ones[:1])) is None
     assert apart(pack(None), pack(ones))[1] and apart(pack(None), pack(None)) is None
     assert apart(pack(torch.tensor([1 + 1j])), pack(torch.tensor([1 + 1.0000001j])))[1] is False
 
