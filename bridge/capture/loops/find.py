@@ -106,11 +106,11 @@ class CallRows(Rows):
 
     def is_own(self, loop: CallLoop, index: int, roles: Sequence[Role]) -> bool:
         """Whether a row writes only memory that is carried or made in the step, and that no value outside shares."""
-        kind = self.calls.kinds[self.calls.rows[loop.start + index].kind]
-        for place, of in enumerate(() if index in loop.written else kind.through):
+        row = self.calls.rows[loop.start + index]
+        for place, of in enumerate(() if index in loop.written else row.through):
             role = roles[of]
             own = isinstance(role, Local) and role.row not in loop.taken
-            if not own and not (isinstance(role, Carry) and place < kind.targets):
+            if not own and not (isinstance(role, Carry) and place < row.targets):
                 return False
         return True
 
@@ -124,7 +124,7 @@ class CallRows(Rows):
     def _draws_alike(self, numbers: Sequence[int]) -> bool:
         """Whether rows draw nothing, or dropout masks with one metadata."""
         found = {self.calls.drawn.get(number) for number in numbers if self.calls.drawn}
-        drops = self.calls.kinds[self.calls.rows[numbers[0]].kind].op is aten.dropout.default
+        drops = self.calls.rows[numbers[0]].row.op is aten.dropout.default
         return not found - {None} or (len(found) == 1 and drops)
 
     def _written(self, group: Sequence[Any], loop: CallLoop) -> StepParts | None:

@@ -9,7 +9,7 @@ about as long for 1,000 steps as for 10.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -32,12 +32,10 @@ from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 from bridge.capture.loops.row_calls import (
     COMPARING,
     CREATING,
-    CallKind,
     NotRolledError,
     RowCall,
     RowCalls,
     calls_of,
-    filled,
 )
 from bridge.capture.observation import Draw
 from bridge.capture.opened import casts_first
@@ -55,6 +53,8 @@ _WITH_TENSOR = {op: op.overloadpacket.Tensor for op in (*COMPARING, aten.rsub.Sc
 """Operator with a number -> its overload with a tensor in the number's place; other operators take either."""
 
 _META = torch.device("meta")
+_WITH = ValueRef(-1)
+"""Placeholder of a value in the place of a call's number."""
 
 
 @dataclass
@@ -141,10 +141,9 @@ class _Roller(LoopReplay):
     def _check_memory(self, row: int, call: RowCall) -> None:
         """Refuses a write outside of the loops if the new rows would not share its memory as the old rows did: the
         results of a loop are copies, and later views of a copy share its memory."""
-        through = self.calls.kinds[call.kind].through
-        if len(through) < 2:
+        if len(call.through) < 2:
             return
-        rows = [self.calls.made[call.reads[place]].row for place in through]
+        rows = [self.calls.made[call.reads[place]].row for place in call.through]
         looped = [each for each in rows if each in self.loop_of]
         if not looped:
             return
@@ -171,36 +170,39 @@ class _Roller(LoopReplay):
         if call.part is not None:
             return [self.out.part(read[0], *call.part[1:])]
         layouts = [self.calls.forms[value] for value in like.makes]
-        kind = _out_of_place(self.calls.kinds[call.kind], layouts)
-        self.rolled.writes |= isinstance(kind.op, OpOverload) and schema(kind.op).is_mutable
-        layouts = layouts[: len(layouts) - len(kind.through)]
-        if number is not None and kind.op in CREATING:
+        row, op = call.row, _out_of_place(call, layouts)
+        through = call.through if op is row.op else ()
+        self.rolled.writes |= isinstance(op, OpOverload) and schema(op).is_mutable
+        layouts = layouts[: len(layouts) - len(through)]
+        if number is not None and op in CREATING:
             return [self.out.contiguous(self.call(aten.expand.default, number, list(layouts[0].shape)))]
-        op = kind.op if number is None else _WITH_TENSOR.get(kind.op, kind.op)
-        given = iter(read)
-        args, kwargs = filled((kind.args, kind.kwargs), given, call.number if number is None else number)
+        given, args = iter(read), row.args
+        if number is not None:
+            args = (*args[: call.numbered], _WITH, *args[call.numbered + 1 :])
+        args, kwargs = mapped((args, row.kwargs), ValueRef, lambda each: number if each is _WITH else next(given))
         made = [self.out.of_layout(*each) for each in zip_longest(layouts, self._bases(like.row, read, len(layouts)))]
-        self.out.add(op, args, kwargs, _given(kind.gives, made, read), draw)
-        return [*made, *(read[place] for place in kind.through)]
+        value_of = dict(zip((*_fresh(row), *_operands(row)), (*made[: len(_fresh(row))], *read), strict=False))
+        results = made[0] if op is not row.op else mapped(row.results, ValueRef, lambda each: value_of[each.number])
+        op = op if number is None else _WITH_TENSOR.get(op, op)
+        self.out.add(op, args, kwargs, results, draw)
+        return [*made, *(read[place] for place in through)]
 
     def _bases(self, row: Row, read: Sequence[ValueRef], count: int) -> list[ValueRef | None]:
         """For each new value of a record's row, the replayed operand that shares its memory, or ``None``."""
-        memory, operands = self.out.record.memory, list(values_in((row.args, row.kwargs)))
-        of = dict(zip((memory[number] for number in operands), read, strict=False))
-        fresh = [each for each in dict.fromkeys(values_in(row.results)) if each not in operands]
-        return [of.get(memory[each]) for each in fresh[:count]]
+        memory = self.out.record.memory
+        of = dict(zip((memory[number] for number in _operands(row)), read, strict=False))
+        return [of.get(memory[each]) for each in _fresh(row)[:count]]
 
     def _joined(self, call: RowCall) -> ValueRef | None:
         """A ``stack`` or ``cat`` of adjacent steps' results, read as one tensor; ``None`` for other calls."""
-        kind, values = self.calls.kinds[call.kind], call.reads
-        if kind.op not in (aten.stack.default, aten.cat.default):
+        op, values = call.row.op, call.reads
+        if op not in (aten.stack.default, aten.cat.default):
             return None
         groups = self.adjacent(values)
         if len(groups) == len(values) or len({self.calls.forms[value].shape for value in values}) > 1:
             return None
-        rank, stacks = len(self.calls.forms[values[0]].shape), kind.op is aten.stack.default
-        given = kind.args[1] if len(kind.args) > 1 else kind.kwargs.get("dim", 0)
-        dim = given % (rank + 1 if stacks else rank)
+        rank, stacks = len(self.calls.forms[values[0]].shape), op is aten.stack.default
+        dim = call.argument(1, "dim", 0) % (rank + 1 if stacks else rank)
         pieces = []
         for group in groups:
             if len(group) == 1:
@@ -265,8 +267,7 @@ class _Roller(LoopReplay):
 
     def _numbers(self, loop: CallLoop, index: int, numbers: Sequence[Any], reverse: bool) -> ValueRef:
         call, last = self.calls.rows[loop.start + index], self.calls.rows[loop.stop - loop.period + index]
-        compares = self.calls.kinds[call.kind].op in COMPARING
-        form = self.calls.forms[call.reads[0] if compares else last.makes[0]]
+        form = self.calls.forms[call.reads[0] if call.row.op in COMPARING else last.makes[0]]
         return self.out.literal(
             torch.tensor(numbers[::-1] if reverse else numbers, dtype=form.dtype, device=form.device)
         )
@@ -320,24 +321,26 @@ class _Roller(LoopReplay):
         return self.out.contiguous(value)
 
 
-def _out_of_place(kind: CallKind, layouts: Sequence[Form]) -> CallKind:
-    """``h.add_(x)`` as ``h + x``, which is exact if no other tensor has the memory; other kinds unchanged."""
-    if len(layouts) != 1 or not kind.alone or kind.op is aten.copy_.default:
-        return kind
-    op, written = kind.op, layouts[0]
+def _operands(row: Row) -> list[int]:
+    return list(values_in((row.args, row.kwargs)))
+
+
+def _fresh(row: Row) -> list[int]:
+    """The values of a row's results that are no operands."""
+    return [each for each in dict.fromkeys(values_in(row.results)) if each not in _operands(row)]
+
+
+def _out_of_place(call: RowCall, layouts: Sequence[Form]) -> Any:
+    """``h.add_(x)`` as ``h + x``, which is exact if no other tensor has the memory; other operators unchanged."""
+    op = call.row.op
+    if len(layouts) != 1 or not call.alone or op is aten.copy_.default:
+        return op
+    written = layouts[0]
     same = getattr(getattr(aten, op.overloadpacket.__name__.removesuffix("_"), None), op._overloadname, None)
     is_dense = torch.empty_strided(*written[:2], device="meta").is_contiguous()
-    if same is None or same is op or schema(same).is_mutable or not (written.dtype.is_floating_point and is_dense):
-        return kind
-    return replace(kind, op=same, gives=0, through=())
-
-
-def _given(gives: Any, made: Sequence[ValueRef], read: Sequence[ValueRef]) -> Any:
-    if type(gives) is int:
-        return made[gives] if gives >= 0 else read[-1 - gives]
-    if gives is None or gives[:1] == ("constant",):
-        return None if gives is None else gives[1]
-    return [_given(each, made, read) for each in gives]
+    if same is None or schema(same).is_mutable or not (written.dtype.is_floating_point and is_dense):
+        return op
+    return same
 
 
 # Row builder: operators on values of a record → a new record with these rows and the layouts of their results.

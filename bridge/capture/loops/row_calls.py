@@ -9,7 +9,7 @@ write of a part (``out[t] = h``: a view, and a copy into it) is one call.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,27 +21,12 @@ from bridge.capture.observation import Draw
 from bridge.capture.passes.decompositions import may_raise
 from bridge.capture.rows import Form, Record, Row, ValueRef, key_of, mapped, values_in, written
 
-__all__ = ["COMPARING", "CREATING", "HERE", "NUMBER", "CallKind", "NotRolledError", "RowCall", "RowCalls"]
-__all__ += ["calls_of", "filled"]
+__all__ = ["COMPARING", "CREATING", "NotRolledError", "RowCall", "RowCalls", "calls_of"]
 
 
 class NotRolledError(Exception):
     """The loops of a record cannot be rolled up; the message is the reason."""
 
-
-class _Place:
-    def __init__(self, name: str):
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
-
-
-HERE = _Place("HERE")
-"""Placeholder of a tensor in the arguments of a kind."""
-
-NUMBER = _Place("NUMBER")
-"""Placeholder of a number that may differ between the calls of a kind."""
 
 NUMBERED = frozenset(
     [getattr(aten, name + end).Tensor for name in ("add", "sub", "mul", "div") for end in ("", "_")]
@@ -74,46 +59,41 @@ _NEVER = (
 """Operators that no step may have: they read or write more than their schema says, or memory outside of operands."""
 
 
-@dataclass(frozen=True)
-class CallKind:
-    """The common form of equal calls: ``op(*args, **kwargs)``, with :data:`HERE` in the place of each tensor.
-
-    Attributes:
-        gives: its results, in their structure; a tensor is the index of a made value, or -1 minus that of a read one.
-        through: indices among the values it reads of tensors that get new values, which are the last values it makes.
-        targets: how many of these are written; the others share their memory.
-        alone: whether it writes one tensor, whose memory no later reader has under another name.
-    """
-
-    op: Any
-    args: tuple
-    kwargs: dict[str, Any]
-    gives: Any
-    through: tuple[int, ...] = ()
-    targets: int = 0
-    alone: bool = False
-
-
 class RowCall(NamedTuple):
     """A row of a record, or two rows (a view, and a copy into it).
 
     Attributes:
-        kind: the number of its kind.
+        row: the record's row, the copy of two.
+        kind: equal for calls that compute the same, but for the start of a part and the number.
         reads: the values of its operands, with repetitions, then of tensors that share the memory that it writes.
-        makes: the values that it makes, in order.
+        makes: the values that it makes, in order: its new results, then the new values of ``through``.
         part: the part that it takes, if it takes one; the part's form: whether the axis is dropped.
         into: the part that it writes, if it writes one: it reads (old whole, new value of the part), makes (new whole).
-        number: its only number, which may differ between calls of one kind.
-        row: the record's row.
+        numbered: the position of its only number, which may differ between calls of one kind, in the arguments.
+        through: indices among ``reads`` of tensors that get new values.
+        targets: how many of these are written; the others share their memory.
+        alone: whether it writes one tensor, whose memory no later reader has under another name.
     """
 
-    kind: int
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    part: Part | None
-    into: Part | None
-    number: int | float | None
     row: Row
+    kind: Hashable
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+    part: Part | None = None
+    into: Part | None = None
+    numbered: int | None = None
+    through: tuple[int, ...] = ()
+    targets: int = 0
+    alone: bool = False
+
+    @property
+    def number(self) -> int | float | None:
+        """Its only number, if that may differ."""
+        return None if self.numbered is None else self.row.args[self.numbered]
+
+    def argument(self, place: int, name: str, default: Any) -> Any:
+        """An argument of its operator by position or name."""
+        return self.row.args[place] if len(self.row.args) > place else self.row.kwargs.get(name, default)
 
 
 @dataclass
@@ -121,8 +101,7 @@ class RowCalls:
     """The calls of a record.
 
     Attributes:
-        rows: the calls, in order.
-        kinds: the kinds, by number; a call that no step may have has a kind of its own.
+        rows: the calls, in order; a call that no step may have has a kind of its own.
         forms: layout of each value.
         made: producer of each value; row -1 for inputs, row -2 for literals and free tensors.
         drawn: index of a call -> its draw.
@@ -132,7 +111,6 @@ class RowCalls:
     """
 
     rows: list[RowCall] = field(default_factory=list)
-    kinds: list[CallKind] = field(default_factory=list)
     forms: list[Form] = field(default_factory=list)
     made: list[Producer] = field(default_factory=list)
     drawn: dict[int, Draw] = field(default_factory=dict)
@@ -155,36 +133,17 @@ class RowCalls:
 
     def _item(self, call: RowCall, leaf: int) -> Part | None:
         """The part that result ``leaf`` of ``unbind``, ``chunk`` or ``split`` is, or ``None``."""
-        kind = self.kinds[call.kind]
-        if kind.op not in (aten.unbind.int, aten.chunk.default, aten.split.Tensor) or len(call.makes) < 2:
+        op, of = call.row.op, call.reads[0] if call.reads else -1
+        if op not in (aten.unbind.int, aten.chunk.default, aten.split.Tensor) or len(call.makes) < 2:
             return None
-        of = call.reads[0]
         whole, first = self.forms[of].shape, self.forms[call.makes[0]].shape
-        names = ("dim",) if kind.op is aten.unbind.int else ("", "dim")
-        dim = _argument(kind, len(names), "dim", 0)
+        dim = call.argument(1 if op is aten.unbind.int else 2, "dim", 0)
         if type(dim) is not int or any(self.forms[made].shape != first for made in call.makes):
             return None
         dim %= len(whole)
-        if kind.op is aten.unbind.int:
+        if op is aten.unbind.int:
             return Part(of, dim, leaf, 1, True)
         return Part(of, dim, leaf * first[dim], first[dim], False)
-
-
-def _argument(kind: CallKind, place: int, name: str, default: Any) -> Any:
-    return kind.args[place] if len(kind.args) > place else kind.kwargs.get(name, default)
-
-
-def filled(arg: Any, given: Iterator[Any], number: Any = None) -> Any:
-    """An argument of a kind with ``given`` in the places of tensors, in order, and ``number`` in the number's place."""
-    if arg is HERE:
-        return next(given)
-    if arg is NUMBER:
-        return number
-    if type(arg) is tuple or type(arg) is list:
-        return type(arg)(filled(item, given, number) for item in arg)
-    if type(arg) is dict:
-        return {name: filled(item, given, number) for name, item in arg.items()}
-    return arg
 
 
 def calls_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> RowCalls:
@@ -203,8 +162,6 @@ def calls_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> R
 class _Reader:
     def __init__(self, record: Record, results: Sequence[Any], draws: Sequence[Draw]):
         self.record, self.draws, self.calls = record, draws, RowCalls()
-        self._kinds: dict[Any, int] = {}
-        self._keys: dict[int, tuple[Any, int]] = {}
         self._now: dict[int, int] = {}  # the record's values → their current SSA values
         self._sharing: dict[int, list[int]] = {}
         inputs = [*range(record.inputs), *record.free]
@@ -274,39 +231,33 @@ class _Reader:
             calls.drawn[here] = self.draws[row.draws[0]]
         if effect:
             calls.effects.add(here)
-        order = {number: leaf for leaf, number in enumerate(fresh)}
-        gives = _mapped_values(row.results, lambda n: order[n] if n in order else -1 - known[n])
-        self._add(row, reads, makes, gives, tuple(through), targets, owned or effect)
+        places = {number: -1 - place for number, place in known.items()}
+        places.update((number, leaf) for leaf, number in enumerate(fresh))
+        gives = mapped(row.results, ValueRef, lambda each: ValueRef(places[each.number]))
+        if not self._joined_write(row, reads, makes, tuple(through), owned or effect):
+            self._add(row, reads, makes, gives, tuple(through), targets, owned or effect)
 
     def _add(self, row, reads, makes, gives, through, targets, barred) -> None:
         calls = self.calls
-        if self._joined_write(row, reads, makes, through, barred):
-            return
-        args, constants = _constants(row.args)
-        kwargs, named = _constants(row.kwargs)
         part = _part_of(row, reads, makes, calls) if not through else None
-        number = None
+        args, numbered = row.args, None
         if part is not None:
-            constants = named = part[1:2] + part[3:]
+            constants = part[1:2] + part[3:]
         else:
-            args, number = _numbered(row, args, [calls.forms[value] for value in reads])
-            if number is not None:
-                constants = _constants(args)[1]
-        key = row.op, constants, named, part is None, row.grad, repr(gives), through, targets
-        key += tuple([calls.forms[value].layout for value in (*reads, *makes)])
+            if (numbered := _numbered(row, [calls.forms[value] for value in reads])) is not None:
+                args = (*args[:numbered], None, *args[numbered + 1 :])
+            try:
+                constants = key_of((args, row.kwargs), ValueRef, lambda _: ValueRef)
+            except TypeError as error:
+                raise NotRolledError(str(error)) from None
+        kind = row.op, constants, numbered, part is None, row.grad, repr(gives), through, targets
+        kind += tuple([calls.forms[value].layout for value in (*reads, *makes)])
         if barred or _is_barred(row) or (len(calls.rows) in calls.drawn and row.op is not aten.dropout.default):
-            key = "barred", len(calls.rows)
+            kind = object()
         if any(calls.forms[value].dtype.is_complex for value in (*reads, *makes)):
-            key = "barred", len(calls.rows)
+            kind = object()
         alone = targets == len(through) == 1 and not barred
-        kind = self._kind(key, CallKind(row.op, args, kwargs, gives, through, targets, alone))
-        calls.rows.append(RowCall(kind, tuple(reads), tuple(makes), part, None, number, row))
-
-    def _kind(self, key: Any, kind: CallKind) -> int:
-        number = self._kinds.setdefault(key, len(self.calls.kinds))
-        if number == len(self.calls.kinds):
-            self.calls.kinds.append(kind)
-        return number
+        calls.rows.append(RowCall(row, kind, tuple(reads), tuple(makes), part, None, numbered, through, targets, alone))
 
     def _joined_write(self, row: Row, reads: list[int], makes: list[int], through: tuple, barred: bool) -> bool:
         """Joins the last call, a view, and this row, a copy into it, to ``whole[index] = value`` → whether it did.
@@ -328,9 +279,8 @@ class _Reader:
         calls.rows.pop()
         calls.made[made] = Producer(here, 0)
         part = last.part
-        key = "into", part[1:2] + part[3:], whole.layout, value.layout, row.grad
-        kind = self._kind(key, CallKind(row.op, (HERE, HERE), {}, -1, (0,), 1))
-        calls.rows.append(RowCall(kind, (part.of, reads[1]), (made,), None, part, None, row))
+        kind = "into", part[1:2] + part[3:], whole.layout, value.layout, row.grad
+        calls.rows.append(RowCall(row, kind, (part.of, reads[1]), (made,), into=part, through=(0,), targets=1))
         return True
 
 
@@ -345,7 +295,7 @@ def _alive(calls: RowCalls) -> RowCalls:
     needed, alive, for_errors = calls.needed, [False] * len(calls.rows), set()
     for number in range(len(calls.rows) - 1, -1, -1):
         row = calls.rows[number]
-        drops = calls.kinds[row.kind].op is aten.dropout.default
+        drops = row.row.op is aten.dropout.default
         if number in calls.effects or (number in calls.drawn and not drops) or not needed.isdisjoint(row.makes):
             alive[number] = True
             needed.update(row.reads)
@@ -353,19 +303,15 @@ def _alive(calls: RowCalls) -> RowCalls:
             alive[number] = True
             for_errors.add(number)
             needed.update(row.reads)
-    left = replace(calls, rows=[], drawn={}, effects=set(), made=list(calls.made), kinds=list(calls.kinds))
-    alone: dict[Draw, int] = {}
+    left = replace(calls, rows=[], drawn={}, effects=set(), made=list(calls.made))
     for number, row in enumerate(calls.rows):
         draw, here = calls.drawn.get(number), len(left.rows)
         if not alive[number] and draw is not None and not needed.issuperset(row.reads):
-            kind = alone.setdefault(draw, len(left.kinds))
-            left.kinds += [CallKind(row.row.op, (), {}, None)] * (kind == len(left.kinds))
-            row = RowCall(kind, (), (), None, None, None, row.row)
+            row = RowCall(row.row, draw)
         elif not alive[number] and draw is None:
             continue
         elif number in for_errors:
-            row = row._replace(kind=len(left.kinds))
-            left.kinds.append(calls.kinds[calls.rows[number].kind])
+            row = row._replace(kind=object())
         if draw is not None:
             left.drawn[here] = draw
         if number in calls.effects:
@@ -388,38 +334,17 @@ def _is_barred(row: Row) -> bool:
     )
 
 
-def _mapped_values(tree: Any, change: Any) -> Any:
-    if type(tree) is ValueRef:
-        return change(tree.number)
-    if isinstance(tree, tuple | list):
-        return tuple([_mapped_values(each, change) for each in tree])
-    return tree if tree is None else ("constant", tree)
-
-
-def _constants(tree: Any) -> tuple[Any, Any]:
-    """Arguments with :data:`HERE` in the place of tensors, and a hashable key of them."""
-    args = mapped(tree, ValueRef, lambda _: HERE)
-    try:
-        return args, key_of(args, _Place, lambda place: place)
-    except TypeError as error:
-        raise NotRolledError(str(error)) from None
-
-
-def _numbered(row: Row, args: tuple, reads: Sequence[Form]) -> tuple[tuple, Any]:
-    """Arguments with :data:`NUMBER` for a number that may differ between calls of a kind, and the number."""
-    if row.op in NUMBERED or row.op in COMPARING:
-        kinds: tuple[type, ...] = ()
-        if len(args) == 2 and not row.kwargs and len(reads) == 1:
-            kinds = (_NUMBERS if row.op in COMPARING else _NUMBERS_OF_SUMS).get(reads[0].dtype, ())
-        places = [place for place, arg in enumerate(args) if type(arg) in kinds]
-    elif row.op in CREATING:
-        places = [place for place, arg in enumerate(args) if type(arg) in (int, float)]
-    else:
-        return args, None
+def _numbered(row: Row, reads: Sequence[Form]) -> int | None:
+    """The position of a number among the arguments that may differ between calls of a kind, or ``None``."""
+    args, kinds = row.args, tuple[type, ...]()
+    if row.op in CREATING:
+        kinds = int, float
+    elif (row.op in NUMBERED or row.op in COMPARING) and len(args) == 2 and not row.kwargs and len(reads) == 1:
+        kinds = (_NUMBERS if row.op in COMPARING else _NUMBERS_OF_SUMS).get(reads[0].dtype, ())
+    places = [place for place, arg in enumerate(args) if type(arg) in kinds]
     if len(places) != 1 or not abs(args[places[0]]) < _WHOLE or math.isnan(args[places[0]]):
-        return args, None
-    (place,) = places
-    return (*args[:place], NUMBER, *args[place + 1 :]), args[place]
+        return None
+    return places[0]
 
 
 def _part_of(row: Row, reads: Sequence[int], makes: Sequence[int], calls: RowCalls) -> Part | None:
