@@ -20,7 +20,6 @@ from torch import fx
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
 from bridge.base.pytrees import tensor_leaves
-from bridge.base.torch_fakes import new_fake
 from bridge.base.torch_internals import (
     FakeTensor,
     FunctionalTensor,
@@ -51,7 +50,6 @@ from bridge.capture.loops.operators import MARKS
 from bridge.capture.passes.alias_analysis import OF, ROW, aliased, memory_at, refused_at, written
 from bridge.capture.passes.decompositions import composite_formulas, formulas, may_raise, whole_operators
 from bridge.capture.refusals import explain_error
-from bridge.capture.rows import key_of, mapped
 from bridge.capture.select_at import AS_STRIDED
 from bridge.capture.symbolic_run import POOLINGS
 from bridge.capture.training_graph import SizeNodes, TrainingGraph
@@ -85,12 +83,11 @@ def functional_graph(training: TrainingGraph) -> FunctionalGraph:
         UnsupportedModule: an operator differs on fake tensors from eager, or cannot run on them.
     """
     emitter = _Emitter(symbolic=training.mode.shape_env is not None)
-    kinds = None if emitter.symbolic else _Kinds(emitter, any(map(_writes, training.graph.nodes)))
     values: dict[fx.Node, Any] = {}
     memory = {each for node in training.graph.nodes for target in written(node) for each in memory_at(target)}
     inputs: dict[str, Any] = {}
     results: list[Any] = []
-    with torch.no_grad(), below_autograd(), training.mode, emitter, _Functional(emitter.symbolic) as mode:
+    with torch.no_grad(), below_autograd(), training.mode, emitter, _Functional(emitter.symbolic):
         for node in training.graph.nodes:
             emitter.current = node
             if node.op == "placeholder":
@@ -100,11 +97,11 @@ def functional_graph(training: TrainingGraph) -> FunctionalGraph:
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 try:
-                    made = node.target(*args, **kwargs) if kinds is None else kinds.call(node, args, kwargs, mode)
+                    made = node.target(*args, **kwargs)
                 except Exception as error:  # noqa: BLE001 - a formula of torch's may raise any error
                     swallowed(error)
                     raise UnsupportedModule("", [_not_made(node, error, emitter.symbolic)], error) from None
-                if kinds is not None:
+                if not emitter.symbolic:
                     _check_strides(node, args)
                     if node.meta.get(OF) is node.target and not _writes(node):
                         _compare_with_eager(node, made, args, kwargs, memory)
@@ -172,86 +169,6 @@ def _writes(node: fx.Node) -> bool:
 
 _UNTOLD = (aten.batch_norm, aten.instance_norm, aten.as_strided, aten._assert_async)
 """Operators with effects that their schema does not state: running statistics, memory by strides, assertions."""
-
-
-class _Template(NamedTuple):
-    """The emitted form of a call: the nodes of its input tensors, the nodes that it emitted, its results."""
-
-    inputs: list[fx.Node]
-    nodes: list[fx.Node]
-    results: Any
-
-
-class _Kinds:
-    """Memo of functionalization: calls with equal operators, constants and tensor layouts repeat the first one's nodes.
-
-    A formula sees only the layouts of its arguments. Calls that may write always run. In a graph with writes, calls
-    whose results share memory always run, because functionalization tracks the sharing.
-    """
-
-    def __init__(self, emitter: _Emitter, writes: bool):
-        self._emitter, self._writes = emitter, writes
-        self._known: dict[Any, _Template | None] = {}
-
-    def call(self, node: fx.Node, args: tuple, kwargs: dict[str, Any], mode: Any) -> Any:
-        """Runs or repeats a call of the training graph → its functional result."""
-        given: list[torch.Tensor] = []
-        try:
-            is_kind = not (node.target is getitem or _writes(node))
-            operands = key_of((args, kwargs), FunctionalTensor, partial(self._key, given)) if is_kind else None
-            key = (node.target, operands) if is_kind else None
-            known = self._known.get(key)
-        except TypeError:  # constants that cannot be compared
-            key = known = None
-        if known is not None:
-            return self._again(known, given, mode)
-        nodes = self._emitter.graph.nodes
-        last, inputs = next(iter(reversed(nodes)), None), [self._emitter.node_of(each) for each in given]
-        result = node.target(*args, **kwargs)
-        if key is not None and key not in self._known:
-            made = takewhile(lambda each: each is not last, reversed(nodes))
-            self._known[key] = self._learned(inputs, list(made)[::-1], result, args, kwargs)
-        return result
-
-    def _key(self, given: list[torch.Tensor], tensor: Any) -> tuple:
-        inner = in_functional(tensor)
-        if inner.layout is not torch.strided or inner.is_conj() or inner.is_neg() or inner.constant is not None:
-            raise TypeError
-        place = next((place for place, each in enumerate(given) if each is inner), len(given))
-        given += [inner] * (place == len(given))
-        form = inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, inner.fake_device
-        return place, *form, inner.requires_grad
-
-    def _learned(self, inputs: list, nodes: list, result: Any, args: tuple, kwargs: dict[str, Any]) -> _Template | None:
-        """The template of a call, or ``None`` if its nodes cannot be repeated."""
-        leaves = result if isinstance(result, list | tuple) else [result]
-        known = {*inputs, *nodes}
-        if not all(each is None or type(each) is FunctionalTensor for each in leaves):
-            return None
-        if any(source not in known for each in nodes for source in each.all_input_nodes):
-            return None
-        if self._writes:
-            given = [each for each in pytree.tree_leaves((args, kwargs)) if type(each) is FunctionalTensor]
-            made = [storage_id(each.elem) for each in leaves if each is not None]
-            if len(set(made)) < len(made) or not {storage_id(each.elem) for each in given}.isdisjoint(made):
-                return None
-        results = mapped(result, FunctionalTensor, lambda each: self._emitter.node_of(in_functional(each)))
-        return _Template(inputs, nodes, results) if {*pytree.tree_leaves(results)} - {None} <= known else None
-
-    def _again(self, known: _Template, given: Sequence[torch.Tensor], mode: Any) -> Any:
-        own = dict(zip(known.inputs, map(self._emitter.node_of, given), strict=True))
-        for node in known.nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), own.__getitem__)
-            own[node] = self._emitter.emitted(node.target, args, kwargs, node.meta["val"])
-
-        def result(node: fx.Node) -> Any:
-            value = own[node].meta["val"]
-            if node in known.nodes:
-                made = new_fake(value.fake_mode, value.shape, value.stride(), value.dtype, value.fake_device)
-                value = own[node].meta["val"] = self._emitter.noted(made, own[node])
-            return functional_of(value, mode)
-
-        return mapped(known.results, fx.Node, result)
 
 
 def _inner(value: Any) -> Any:
