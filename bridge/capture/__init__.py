@@ -8,7 +8,6 @@ from bridge.capture.distributed import COLLECTIVE, exchange
 from bridge.capture.draws import IsolatedRNG, attends_by_products, with_generator
 from bridge.capture.functional import RAN
 from bridge.capture.higher_order import AsPython, ClosedFunction, has_form
-from bridge.capture.inplace_rules import share_elements
 from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import LoopedCall, looped_run
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
@@ -88,5 +87,5 @@ __all__ += [
 ]
 __all__ += ["is_traced_here", "looped_run", "loops_tell", "normalize_sample", "number_tensor"]
 __all__ += ["APPLY", "BACKWARD", "apply_opaque", "backward_opaque", "exchange", "in_attempts", "one_capture_at_a_time"]
-__all__ += ["packed_layers", "record_call", "same_numbers", "share_elements", "shown"]
+__all__ += ["packed_layers", "record_call", "same_numbers", "shown"]
 __all__ += ["sized", "uninitialized", "where_is", "with_dynamic_scalars", "with_generator"]

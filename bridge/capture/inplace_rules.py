@@ -214,9 +214,6 @@ def _version(tensor: torch.Tensor) -> int:
 # Overlap: views of one memory → whether two views, or two elements of one view, share a place.
 
 
-_Dim = tuple[int, tuple[int, int]]
-
-
 def overlaps(results: Sequence[torch.Tensor]) -> list[Unsupported]:
     """Refusals of overlapping results, which a compiled call would return in separate memory."""
     by_storage: dict[int, list[torch.Tensor]] = {}
@@ -231,25 +228,12 @@ def overlaps(results: Sequence[torch.Tensor]) -> list[Unsupported]:
 
 
 def share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a write to one of two tensors in one storage could be seen in the other.
-
-    Exact for slices, transposes and reshapes of a dense tensor; ``True`` if unsure (overlapping windows, two dtypes).
-    """
-    if not (a.numel() and b.numel()):
-        return False
-    if a.dtype != b.dtype:
-        return True
-    extents: dict[int, list[int]] = {}
-    for which, tensor in enumerate((a, b)):
-        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            if extent == 1 or stride == 0:
-                continue
-            found = extents.setdefault(stride, [1, 1])
-            if found[which] > 1:
-                return True
-            found[which] = extent
-    dims = [(stride, (of_a, of_b)) for stride, (of_a, of_b) in sorted(extents.items(), reverse=True)]
-    return _meet(dims, b.storage_offset() - a.storage_offset())
+    """Whether two tensors in one storage share an element; ``True`` for two dtypes."""
+    if not (a.numel() and b.numel()) or a.dtype != b.dtype:
+        return bool(a.numel() and b.numel())
+    marks = torch.zeros(a.untyped_storage().nbytes() // a.itemsize, dtype=torch.bool)
+    marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
@@ -260,21 +244,6 @@ def overlaps_itself(x: torch.Tensor) -> bool:
             return True
         reach += (extent - 1) * stride
     return False
-
-
-def _meet(dims: Sequence[_Dim], distance: int) -> bool:
-    """Whether ``distance`` is a sum of ``stride * (i - j)`` with ``i`` and ``j`` within the two extents."""
-    if not dims:
-        return distance == 0
-    most = sum(stride * (of_a - 1) for stride, (of_a, _) in dims)
-    least = -sum(stride * (of_b - 1) for stride, (_, of_b) in dims)
-    if not least <= distance <= most:
-        return False
-    (stride, (of_a, of_b)), rest = dims[0], dims[1:]
-    if stride <= sum(inner * (max(extents) - 1) for inner, extents in rest):
-        return True
-    steps = distance // stride, distance // stride + 1
-    return any(-of_b < step < of_a and _meet(rest, distance - step * stride) for step in steps)
 
 
 def _is_functions_copy(storage: int) -> bool:

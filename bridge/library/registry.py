@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from bridge.base.torch_internals import AbsentOperator, storage_id
-from bridge.capture import share_elements
 
 __all__ = ["DRAWS", "DRAWS_AT_OFFSET", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_FUNCTIONS", "OUT_KERNELS"]
 __all__ += ["REDRAWS", "TensorAt", "TensorsAt", "dense", "into_given", "invoke", "invoke_into", "library_function"]
@@ -145,8 +144,7 @@ def invoke(function: Function, arguments: Sequence[Any], tensors: Sequence[torch
     found: list[torch.Tensor] = []
     for value in made if isinstance(made, tuple) else (made,):
         own = _own(value, tensors)
-        near = (other for other in found if storage_id(own) == storage_id(other))
-        found.append(own.clone() if any(share_elements(own, other) for other in near) else own)
+        found.append(own.clone() if any(storage_id(own) == storage_id(other) for other in found) else own)
     return found
 
 
