@@ -4,8 +4,8 @@ one for its backward.
 State: autograd's node of the user's Function holds the tensors and numbers for its backward. The last result of the
 forward call is a tensor that stands for the node, which lives as long as the tensor's memory.
 
-Memory: the program reuses the memory of its values. The first application shows which arguments the Function keeps, and
-which it changes: these are copied. Others are lent: tensors with a storage of their own, which must be gone afterwards.
+Memory: the program reuses the memory of its values, and the Function may keep its arguments. So an argument that is a
+part of a storage is copied, as is one that the Function changes in its first application.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from bridge.base.modes import autocast_to
 from bridge.base.pytrees import tensor_leaves
@@ -35,7 +33,7 @@ __all__ = [
     "form_of",
     "key_of_application",
 ]
-__all__ += ["lent", "of_tensors", "outer_leaves", "run_backward"]
+__all__ += ["of_tensors", "outer_leaves", "run_backward"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor."""
@@ -52,7 +50,7 @@ class Application:
         grad, casts: grad mode around it, and the device type and dtype of autocast.
         results: form of each result, and whether it has a gradient; ``None`` for a result that is ``None``.
         is_tuple: whether it returns a tuple.
-        kept, changed: tensor arguments that it keeps after its forward, and that its forward changes.
+        changed: tensor arguments that its forward changes.
         gradients: whether its backward returns a gradient, for each tensor argument.
     """
 
@@ -64,7 +62,6 @@ class Application:
     casts: tuple[str, torch.dtype | None]
     results: tuple[tuple[Form, bool] | None, ...] = ()
     is_tuple: bool = False
-    kept: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
     gradients: tuple[bool, ...] = ()
 
@@ -148,11 +145,6 @@ def form_of(tensor: torch.Tensor) -> Form:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
-def lent(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same memory and a storage of its own."""
-    return from_dlpack(to_dlpack(tensor.detach()))
-
-
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a storage of its own, which no other value of a program shares."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -166,13 +158,7 @@ def apply_opaque(key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         RuntimeError: its results have other forms than in the first call.
     """
     application = _APPLICATIONS[key]
-    kept = application.kept | _KEPT.get(key, frozenset())
-    given = [_passed(application, place, tensor, place in kept) for place, tensor in enumerate(tensors)]
-    borrowed = {
-        place: StorageWeakRef(each.untyped_storage())
-        for place, each in enumerate(given)
-        if place not in kept and each.numel()
-    }
+    given = [_passed(application, place, tensor) for place, tensor in enumerate(tensors)]
     made, behind = application.run(given)
     results = [each for each in (made if application.is_tuple else (made,)) if each is not None]
     wanted = [each[0] for each in application.results if each is not None]
@@ -185,25 +171,16 @@ def apply_opaque(key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     memory = {storage_id(each) for each in given}
     results = [each.clone() if storage_id(each) in memory else each for each in results]
     now = [given[place].clone() for place in sorted(application.changed)]
-    del given
-    if more := {place for place, each in borrowed.items() if not each.expired()}:
-        _KEPT[key] = kept | more
-        return apply_opaque(key, *tensors)
     return *results, *now, _standing_for(behind, tensors[0].device)
 
 
-_KEPT: dict[str, frozenset[int]] = {}
-"""Key → the arguments that an application has kept in some call, and perhaps not in its first one, as in objects that
-wait for garbage collection: that call was repeated with copies of them."""
-
-
-def _passed(application: Application, place: int, tensor: torch.Tensor, is_kept: bool) -> torch.Tensor:
+def _passed(application: Application, place: int, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that the user's forward gets for an argument."""
     form, _ = application.given[place]
     own = laid_out(tensor, form[1])
-    if own is tensor and (place in application.changed or (is_kept and not _is_whole(tensor))):
-        own = laid_out(tensor.clone(), form[1])
-    return own if is_kept else lent(own)
+    if own is tensor and (place in application.changed or not _is_whole(tensor)):
+        return laid_out(tensor.clone(), form[1])
+    return own.data
 
 
 def _standing_for(behind: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -32,7 +32,6 @@ from bridge.capture.applications import (
     application_of,
     form_of,
     key_of_application,
-    lent,
     of_tensors,
     outer_leaves,
     run_backward,
@@ -219,8 +218,7 @@ class Opaque:
         noted, inside = NotedContext(application.kind), _Made()
         here = torch.autograd.set_multithreading_enabled(False)  # the mode sees a GPU's backward as well
         with while_active(self.draws, inside=inside), saved_unseen(), noted, here:
-            given = [lent(each) for each in tensors]
-            kept = [StorageWeakRef(each.untyped_storage()) for each in given]
+            given = [each.data for each in tensors]
             addresses = {storage_id(each) for each in given}
             try:
                 made, behind = application.run(given, noted.kind)
@@ -228,7 +226,6 @@ class Opaque:
                 if "_Entered" not in str(error):
                     raise
                 raise NotTraceable("changes an argument that autograd follows, and cannot be traced") from None
-            del given
             self.made |= inside.memory
             results = _results(made, addresses, noted.partial)
             application = replace(
@@ -238,7 +235,6 @@ class Opaque:
                     for each in results
                 ),
                 is_tuple=isinstance(made, tuple),
-                kept=frozenset(place for place, each in enumerate(kept) if not each.expired()),
                 changed=frozenset(n for n, then in enumerate(before) if bits_of(then) != bits_of(tensors[n])),
             )
             gradients: list[Any] = [None] * len(tensors)
