@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.modes import replaced_here
-from bridge.base.torch_internals import HigherOrderOperator, find, frames_compiled
+from bridge.base.torch_internals import HigherOrderOperator, find
 from bridge.base.torch_recording import no_python_kernels
 
 __all__ = [
@@ -26,7 +27,7 @@ __all__ = [
     "is_check_of_devices",
     "is_indexing",
     "lifted_operands",
-    "nested_operands",
+    "no_frames_compiled",
     "no_score_mod",
     "returns_output_alone",
 ]
@@ -132,6 +133,38 @@ def _frame_around(function: Any, most: int = sys.maxsize) -> FrameType | None:
     return frame
 
 
-def nested_operands() -> AbstractContextManager[None]:
-    """While active, ``torch.cond`` takes operands in dictionaries and lists in this thread, as under Dynamo."""
-    return replaced_here(_cond, validate_subgraph_args_types=lambda original: lambda operands: None)
+@contextmanager
+def no_frames_compiled() -> Iterator[None]:
+    """While active, Dynamo neither compiles nor runs compiled code in this thread.
+
+    Otherwise Dynamo would skip a frame that it meets under a dispatch mode in all later calls. Without it,
+    ``torch.cond`` gets operands in dictionaries and lists, which its check would refuse.
+    """
+    eval_frame, here = importlib.import_module("torch._dynamo.eval_frame"), threading.get_ident()
+    original = eval_frame._callback_from_stance
+    compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)  # no count below 0 requires a frame
+    callback, count = eval_frame.set_eval_frame(None), compiled and compiled(0)
+    eval_frame._callback_from_stance = lambda each: (
+        None if threading.get_ident() == here and not getattr(_frames, "compiled", False) else original(each)
+    )
+    try:
+        with replaced_here(_cond, validate_subgraph_args_types=lambda original: lambda operands: None):
+            yield
+    finally:
+        eval_frame._callback_from_stance = original
+        eval_frame.set_eval_frame(callback)
+        if compiled:
+            compiled(count)
+
+
+_frames = threading.local()
+
+
+@contextmanager
+def frames_compiled() -> Iterator[None]:
+    """While active inside of :func:`no_frames_compiled`, Dynamo compiles the functions of ``torch.compile``."""
+    _frames.compiled = True
+    try:
+        yield
+    finally:
+        _frames.compiled = False

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -313,41 +312,6 @@ COMPILING: frozenset[CodeType] = frozenset(
     if isinstance(each, FunctionType)
 )
 """The code of ``torch.compile`` and of the backends that it makes."""
-
-
-@contextmanager
-def no_frames_compiled() -> Iterator[None]:
-    """While active, Dynamo neither compiles nor runs compiled code in this thread.
-
-    Otherwise Dynamo would skip a frame that it meets under a dispatch mode in all later calls.
-    """
-    eval_frame, here = importlib.import_module("torch._dynamo.eval_frame"), threading.get_ident()
-    original = eval_frame._callback_from_stance
-    compiled = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)  # no count below 0 requires a frame
-    callback, count = eval_frame.set_eval_frame(None), compiled and compiled(0)
-    eval_frame._callback_from_stance = lambda each: (
-        None if threading.get_ident() == here and not getattr(_frames, "compiled", False) else original(each)
-    )
-    try:
-        yield
-    finally:
-        eval_frame._callback_from_stance = original
-        eval_frame.set_eval_frame(callback)
-        if compiled:
-            compiled(count)
-
-
-_frames = threading.local()
-
-
-@contextmanager
-def frames_compiled() -> Iterator[None]:
-    """While active inside of :func:`no_frames_compiled`, Dynamo compiles the functions of ``torch.compile``."""
-    _frames.compiled = True
-    try:
-        yield
-    finally:
-        _frames.compiled = False
 
 
 def leave_frames_alone(code: CodeType) -> bool:

@@ -7,7 +7,7 @@ from bridge.capture.custom_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT,
 from bridge.capture.distributed import COLLECTIVE, exchange
 from bridge.capture.draws import IsolatedRNG, attends_by_products, with_generator
 from bridge.capture.functional import RAN
-from bridge.capture.higher_order import AsPython, ClosedFunction, has_form
+from bridge.capture.higher_order import ClosedFunction, as_python, has_form
 from bridge.capture.kept_state import KeptPlace
 from bridge.capture.loops.lengths import LoopedCall, looped_run
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
@@ -47,7 +47,6 @@ __all__ = [
     "LITERAL",
     "LOOP_MARKS",
     "ONCE",
-    "AsPython",
 ]
 __all__ += [
     "OVERWRITTEN",
@@ -73,6 +72,7 @@ __all__ += [
     "Twin",
     "ValueIndex",
     "after_pre_hooks",
+    "as_python",
     "attends_by_products",
 ]
 __all__ += [

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of_forward
 from bridge.base.modes import replaced_here, while_active
 from bridge.base.pytrees import tensor_leaves
 from bridge.base.threads import raise_deferred
 from bridge.base.torch_fakes import fake_type_hidden
-from bridge.base.torch_higher_order import is_check_of_devices, nested_operands
+from bridge.base.torch_higher_order import is_check_of_devices
 from bridge.base.torch_internals import (
     VF,
     FakeTensor,
@@ -39,13 +38,12 @@ from bridge.base.torch_internals import (
 from bridge.base.torch_script import ScriptFunction, run_unfused
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.custom_functions import Overwritten, function_running
-from bridge.capture.draws import unwatched
-from bridge.capture.higher_order import HigherOrder
+from bridge.capture.higher_order import HigherOrder, TorchFunctions
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.observation import Output
 from bridge.capture.packed import PackedSequences
 from bridge.capture.recorder import OperatorRecorder, nested
-from bridge.capture.replaced_functions import functions_of_torch, own_function, replacements
+from bridge.capture.replaced_functions import functions_of_torch, replacements
 from bridge.capture.rows import values_in
 from bridge.capture.scalar_guards import (
     COUNTS,
@@ -79,7 +77,7 @@ def _count(recorder: OperatorRecorder, name: str, x: torch.Tensor) -> int:
     return recorder.read(numbers, lambda: int(numbers), is_size=True, is_least=name == "bins")
 
 
-class Functions(TorchFunctionMode):
+class Functions:
     """While active, handles every torch function that forward calls.
 
     Args:
@@ -95,7 +93,6 @@ class Functions(TorchFunctionMode):
     """
 
     def __init__(self, recorder: OperatorRecorder, rules: InPlaceRules | None = None):
-        super().__init__()
         self.recorder, self.rules, self.reads_addresses = recorder, rules, False
         self.old_names: list[tuple[int, set[int]]] = []
         self._uses, self._running = list[tuple](), None
@@ -107,40 +104,28 @@ class Functions(TorchFunctionMode):
         self._packed = PackedSequences(self.count)
         self._higher_order, self._replaced = HigherOrder(recorder), replacements()
 
-    def __enter__(self) -> Functions:
-        self.recorder.judge = None if self.rules is None else self._judge
-        return super().__enter__()
+    def handle(self, mode: TorchFunctions, call: Callable, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+        """Calls a torch function (:class:`bridge.capture.higher_order.TorchFunctions`)."""
+        raise_deferred()
+        self.reads_addresses |= getattr(func, "__name__", "") in ADDRESSES
+        if any(kind.__module__.startswith("torch.nested.") for kind in types):
+            raise UnsupportedModule("", [nested(getattr(func, "__name__", str(func)), line_of_forward())])
+        inside, any_call = function_running(), partial(self._any, mode, call)
+        return (any_call if inside is None else partial(inside.called, any_call))(func, args, kwargs)
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.recorder.judge = None  # no cycle: weak references to parameters would outlive the run
-        with no_torch_function():  # parameters belong to the user
-            for tensor, attribute, value in reversed(self._before):
-                setattr(tensor, attribute, value)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        with unwatched() as quiet:
-            raise_deferred()
-            func = own_function(func)
-            self.reads_addresses |= getattr(func, "__name__", "") in ADDRESSES
-            if any(kind.__module__.startswith("torch.nested.") for kind in types):
-                raise UnsupportedModule("", [nested(getattr(func, "__name__", str(func)), line_of_forward())])
-            inside, call = function_running(), partial(self._any, quiet)
-            return (call if inside is None else partial(inside.called, call))(func, args, kwargs or {})
-
-    def _any(self, quiet: unwatched, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _any(self, mode: TorchFunctions, call: Callable, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if "generator" in kwargs and kwargs["generator"] is None:  # ``generator=None`` would call another overload
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if isinstance(func, HigherOrderOperator):
-            return self._higher_order.called(func, args, kwargs, quiet.call, self)
+            return self._higher_order.called(mode, call, func, args, kwargs)
         if is_check_of_devices(func):
             return False
         if func in _BACKWARDS:
             reason = "runs a backward inside forward, which adds to gradients that are the caller's"
             raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", line_of_forward(), reason)])
         if innermost_transform() is not None:
-            return quiet.call(func, args, kwargs)
-        return self._called(func, args, kwargs) if self.rules is None else self._watched(quiet, func, args, kwargs)
+            return call(func, args, kwargs)
+        return self._called(func, args, kwargs) if self.rules is None else self._watched(call, func, args, kwargs)
 
     def _judge(self, op: Any, tensors: Sequence, written: Iterable, results: Iterable) -> None:
         """Checks the writes and results of an operator that has run."""
@@ -210,8 +195,16 @@ class Functions(TorchFunctionMode):
         without fused kernels; a parameter that is made is an alias of its data, detached from the graph."""
         scripts = replaced_here(ScriptFunction, __call__=lambda original: self._script)
         parameters = replaced_here(nn.Parameter, __new__=lambda original: partial(self._new_parameter, original))
-        with scripts, parameters, nested_operands(), nullcontext() if self.rules is not None else _of_fakes(), self:
-            yield
+        self.recorder.judge = None if self.rules is None else self._judge
+        try:
+            hidden = nullcontext() if self.rules is not None else _of_fakes()
+            with scripts, parameters, hidden, TorchFunctions(self.handle):
+                yield
+        finally:
+            self.recorder.judge = None  # no cycle: weak references to parameters would outlive the run
+            with no_torch_function():  # parameters belong to the user
+                for tensor, attribute, value in reversed(self._before):
+                    setattr(tensor, attribute, value)
 
     def _script(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         with while_active(self.recorder.values, in_script=True):
@@ -251,7 +244,7 @@ class Functions(TorchFunctionMode):
 
     # Writes
 
-    def _watched(self, quiet: unwatched, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _watched(self, call: Callable, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls a function in the real run → its result; notes refusals of its uses of autograd."""
         rules, name = self.rules, getattr(func, "__name__", str(func))
         if (use := use_of_autograd(func, name, args, rules.without_grad)) is not None and use not in self._uses:
@@ -266,7 +259,7 @@ class Functions(TorchFunctionMode):
             followed = args[0].requires_grad if func in _SWITCHES else None
         is_watched = use is not None or _runs_users_code(func, name, _leaves((args, kwargs)))
         self._running, called = func, self._called
-        result = quiet.call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
+        result = call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
         with no_torch_function():  # these reads of attributes are not forward's
             if followed is not None and args[0].is_leaf and args[0].requires_grad != followed:
                 rules.switched(args[0])

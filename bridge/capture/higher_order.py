@@ -32,9 +32,10 @@ from bridge.base.torch_higher_order import (
 )
 from bridge.base.torch_internals import HigherOrderOperator, aten, find, innermost_transform, no_torch_function, pytree
 from bridge.capture.custom_functions import functions_of_torchs
+from bridge.capture.draws import unwatched
 from bridge.capture.replaced_functions import own_function
 
-__all__ = ["AsPython", "ClosedFunction", "HigherOrder", "has_form"]
+__all__ = ["ClosedFunction", "HigherOrder", "TorchFunctions", "as_python", "has_form"]
 
 
 if TYPE_CHECKING:
@@ -249,19 +250,36 @@ def has_form(op: Any) -> bool:
     return op.name() in _FORMS
 
 
-class AsPython(TorchFunctionMode):
-    """While active, higher-order operators run as Python control flow, without Dynamo."""
+class TorchFunctions(TorchFunctionMode):
+    """While active, this thread's torch functions are calls of ``handle(mode, call, func, types, args, kwargs)``.
+
+    ``call`` calls a function that may run the user's code; others run unwatched. The mode itself is an argument, since
+    one that its handler refers to would be a cycle, in which weak references to parameters outlive the run.
+    """
+
+    def __init__(self, handle: Callable[..., Any]) -> None:
+        super().__init__()
+        self._handle = handle
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        func = own_function(func)
-        if is_check_of_devices(func):
-            return False
-        if isinstance(func, HigherOrderOperator) and is_indexing(func, args):
-            return aten.index.Tensor(*args[1:])
-        if not isinstance(func, HigherOrderOperator) or func.name() not in _FORMS:
-            return func(*args, **(kwargs or {}))
-        with self:
-            return _FORMS[func.name()](None, *args, **(kwargs or {}))
+        with unwatched() as quiet:
+            return self._handle(self, quiet.call, own_function(func), types, args, kwargs or {})
+
+
+def as_python() -> TorchFunctions:
+    """While active, higher-order operators run as Python control flow, without Dynamo."""
+    return TorchFunctions(_as_python)
+
+
+def _as_python(mode: TorchFunctions, call: Callable, func: Any, _: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if is_check_of_devices(func):
+        return False
+    if isinstance(func, HigherOrderOperator) and is_indexing(func, args):
+        return call(aten.index.Tensor, args[1:], {})
+    if not isinstance(func, HigherOrderOperator) or func.name() not in _FORMS:
+        return call(func, args, kwargs)
+    with mode:
+        return call(_FORMS[func.name()], (None, *args), kwargs)
 
 
 class Followed(torch.autograd.Function):
@@ -285,13 +303,9 @@ class HigherOrder:
         self._recorder, self._is_inside = recorder, False
 
     def called(
-        self, op: Any, args: tuple, kwargs: dict[str, Any], call: Callable[..., Any], mode: TorchFunctionMode
+        self, mode: TorchFunctions, call: Callable[..., Any], op: Any, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Runs an operator's replacement by ``call(form, args, kwargs)`` → its result.
-
-        Args:
-            mode: the run's mode of torch functions; an attribute would make a cycle, in which weak references to
-                parameters outlive the run.
+        """Runs an operator's replacement by ``call(form, args, kwargs)`` in the run's ``mode`` → its result.
 
         Raises:
             UnsupportedModule: the operator is unknown or inside of a transform, Dynamo refuses its functions, or its
@@ -299,11 +313,8 @@ class HigherOrder:
         """
 
         def run(*given: Any) -> Any:
-            TorchFunctionMode.__enter__(mode)
-            try:
+            with mode:
                 return call(*given)
-            finally:
-                TorchFunctionMode.__exit__(mode, None, None, None)
 
         if is_indexing(op, args):
             return run(aten.index.Tensor, args[1:], {})

@@ -23,11 +23,11 @@ import torch
 from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.base.modes import replaced_here, while_active
 from bridge.base.threads import free_in_children, held, raise_deferred
+from bridge.base.torch_higher_order import no_frames_compiled
 from bridge.base.torch_internals import (
     compile_lock,
     len_dispatch_stack,
     len_function_stack,
-    no_frames_compiled,
 )
 from bridge.base.torch_shapes import pooled_by_division
 from bridge.state import generators_put_back

@@ -24,8 +24,9 @@ from bridge.base.generators import default_generator, of_gpus, states_put_back
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.pytrees import packed_arguments, unpacked
 from bridge.base.threads import is_alone
-from bridge.base.torch_internals import COMPILED_CALL, VF, innermost_transform, no_frames_compiled, pytree
-from bridge.capture import AsPython, IsolatedRNG, Twin, copier, device_of_call, is_capturing
+from bridge.base.torch_higher_order import no_frames_compiled
+from bridge.base.torch_internals import COMPILED_CALL, VF, innermost_transform, pytree
+from bridge.capture import IsolatedRNG, Twin, as_python, copier, device_of_call, is_capturing
 from bridge.dispatch.dispatcher import call_with_hooks
 from bridge.guards import Reads, recorded_reads, undo
 from bridge.state import SampleCall, generators_put_back
@@ -167,7 +168,7 @@ def _on_copies(call: SampleCall, enter: Enter) -> Iterator[SampleCall]:
                 working_for(device_of_call(call)),
                 generators_put_back(),
                 no_frames_compiled(),
-                AsPython(),
+                as_python(),
                 reads.recorded(),
             ):
                 given = call.as_pytree()
