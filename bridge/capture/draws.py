@@ -56,6 +56,8 @@ class IsolatedRNG(DispatchMode):
     Args:
         isolates: whether draws are isolated; operators on fake tensors draw nothing.
         restores: whether memory that operators write is restored at the end.
+        run: runs each operator, as ``run(mode, call, func, args, kwargs)``: :meth:`DrawRecorder.called`. It gets the
+            mode, since one that it refers to would be a cycle, in which the run's tensors outlive the run.
 
     An operator that takes no generator (``native_dropout``, which is a GPU's dropout) moves the default one, whose
     state is restored. At the end, the state of a generator that the code itself passes to an operator is restored.
@@ -67,9 +69,9 @@ class IsolatedRNG(DispatchMode):
 
     advance: int | None = None
 
-    def __init__(self, isolates: bool = True, *, restores: bool = False) -> None:
+    def __init__(self, isolates: bool = True, *, restores: bool = False, run: Callable[..., Any] | None = None) -> None:
         super().__init__()
-        self._isolates, self._restores = isolates, restores
+        self.isolates, self._restores, self._run = isolates, restores, run
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         # the current states, so that a branch on a draw goes as in eager's next call
         devices = {HOST, generator_device(current_device())} if isolates else ()
@@ -83,13 +85,9 @@ class IsolatedRNG(DispatchMode):
             if isinstance(tensor, torch.Tensor) and has_storage(tensor) and storage_id(tensor) not in self._before:
                 storage = tensor.untyped_storage()
                 self._before[storage_id(tensor)] = storage, storage.clone()
-        if self._isolates and (draws(func) or func.namespace not in TORCHS):
+        if self.isolates and (draws(func) or func.namespace not in TORCHS):
             call = partial(self._drawn if draws(func) else self._on_side, func)
-        return self.called(call, func, args, kwargs)
-
-    def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs the operator ``func`` by ``call`` → its result; subclasses record it."""
-        return call(*args, **kwargs)
+        return call(*args, **kwargs) if self._run is None else self._run(self, call, func, args, kwargs)
 
     def _drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         if (passed := kwargs.get("generator")) is not None:
@@ -207,13 +205,11 @@ _DEVICE = torch.ops.prim.device.default
 UNTOLD = "draws random numbers, and has no tag that says so"
 
 
-class DrawRecorder(IsolatedRNG):
-    """While active, appends a :class:`Draw` for every random operator; calls ``complain`` for draws it cannot express.
+class DrawRecorder:
+    """Appends a :class:`Draw` for every random operator; calls ``complain`` for draws that it cannot express.
 
     Args:
         inputs: module tensors and arguments, in whose memory a dropout may read.
-        real: whether operators compute: then draws come from private generators, and operators that are not torch's,
-            whose tags may be incomplete, are watched.
 
     Attributes:
         differentiates: whether an operator ran in a backward.
@@ -223,35 +219,31 @@ class DrawRecorder(IsolatedRNG):
     inside: Any = None
 
     def __init__(
-        self,
-        draws: list[Draw],
-        complain: Callable[[str, str], None],
-        inputs: Sequence[torch.Tensor] = (),
-        real: bool = False,
-    ):
-        super().__init__(real)
+        self, draws: list[Draw], complain: Callable[[str, str], None], inputs: Sequence[torch.Tensor] = ()
+    ) -> None:
         self._inputs: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for index, tensor in enumerate(inputs):
             self._inputs.setdefault(storage_id(tensor), []).append((index, tensor))
         self.draws = draws
         self.complain = complain
         self.underived: Callable[[str], None] = lambda op: None
-        self.differentiates = False
-        self.in_backward = False
+        self.differentiates = self.in_backward = False
 
-    def called(self, call: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def called(self, mode: IsolatedRNG, call: Callable, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs an operator → its result. Where draws are isolated, operators that are not torch's are watched, because
+        their tags may be incomplete."""
         if func is _DEVICE:  # two of three calls: torch's queries on fake tensors
             (tensor,) = args
             if type(tensor) is FakeTensor and not tensor.fake_mode.in_kernel_invocation:
                 return tensor.fake_device
             with unwatched():
                 return func(*args)
-        before = None if func.namespace in TORCHS or not self._isolates else self.states()
+        before = None if func.namespace in TORCHS or not mode.isolates else mode.states()
         if before is not None and schema(func).is_mutable:
             self.complain(str(func), "writes into its arguments, by an operator that is not torch's")
         run = partial(unrecorded, call, args, kwargs)
         result = run() if self.inside is None else self.inside.called(run, args, kwargs)
-        if before is not None and not all(map(torch.equal, before, self.states())):
+        if before is not None and not all(map(torch.equal, before, mode.states())):
             self.complain(str(func), UNTOLD)
         if current_graph_task_id() != -1:
             self.differentiates = True
@@ -260,21 +252,21 @@ class DrawRecorder(IsolatedRNG):
                 reason = "runs autograd inside forward: its result is a constant"
                 self.complain("torch.autograd.grad or backward", reason)
         if draws(func) and not _draws_nothing(func, args, kwargs):
-            self.record(func, args, kwargs, result)
+            self.record(func, args, kwargs, result, mode.advance)
         return result
 
-    def record(self, func, args, kwargs, result) -> None:
-        """Appends the draw of an operator that has run."""
+    def record(self, func, args, kwargs, result, advance) -> None:
+        """Appends the draw of an operator that has run; ``advance``: as in :class:`IsolatedRNG`."""
         if draws_anew():
             self.complain(str(func), DRAWS_ANEW)
         if func in CUDA_ATTENTION:
-            self._record_attention(func, *args[:3], attention_rate(func, args, kwargs), result[0])
+            self._record_attention(func, *args[:3], attention_rate(func, args, kwargs), result[0], advance)
             return
         if func in _OF_CUDNN:
             self.complain(*_DROPPED_BY_CUDNN)
             return
         if func in SLOPE_DRAWS:
-            self._record_slopes(func, *args[:4])
+            self._record_slopes(func, *args[:4], advance)
             return
         operand = None
         if func is aten.native_dropout.default:  # on a GPU, or called by name: the draw is the mask
@@ -303,25 +295,24 @@ class DrawRecorder(IsolatedRNG):
             rest = [_parameter(value) if isinstance(value, torch.Tensor) else value for value in rest]
         shape, given = tuple(result.shape), tuple(kwargs.items())
         form = str(func), shape, result.stride(), result.dtype, tuple(rest), given, result.device, operand
-        self.draws.append(Draw(*form, advance=self.advance))
+        self.draws.append(Draw(*form, advance=advance))
 
-    def _record_attention(self, func, query, key, value, rate, out) -> None:
+    def _record_attention(self, func, query, key, value, rate, out, measured) -> None:
         """Appends the draw of a fused attention kernel, or of the weights' mask if products replace the kernel."""
         shape, stride, dtype = tuple(out.shape), (), out.dtype
         if attends_by_products(func, query, key, value, rate):
             _, heads, rows, columns = shape = (*query.shape[:3], key.shape[2])
             stride, dtype = (heads * rows * columns, rows * columns, columns, 1), torch.bool
-        measured = self.advance
         advance = attention_advance(func, query, key) if measured is None else measured
         self.draws.append(Draw(str(func), shape, stride, dtype, (rate,), (), out.device, advance=advance))
 
-    def _record_slopes(self, func, x, slopes, lower, upper) -> None:
+    def _record_slopes(self, func, x, slopes, lower, upper, advance) -> None:
         """Appends the draw of random slopes, which the operator writes into its second argument (``rrelu``)."""
         if not slopes.is_contiguous():
             self.complain(str(func), "draws slopes into memory that is not contiguous")
             return
         form = tuple(slopes.shape), slopes.stride(), slopes.dtype, (_parameter(x), lower, upper, True), ()
-        self.draws.append(Draw(str(SLOPE_DRAWS[0]), *form, slopes.device, advance=self.advance))
+        self.draws.append(Draw(str(SLOPE_DRAWS[0]), *form, slopes.device, advance=advance))
 
     def _operand(self, tensor: torch.Tensor) -> DropoutOperand:
         """The place of a dropout's operand: relative to the last input in its memory that begins at or before it."""

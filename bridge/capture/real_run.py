@@ -20,7 +20,7 @@ from bridge.base.torch_internals import python_kernels, pytree, storage_id
 from bridge.capture.autograd_uses import SavedMemory, SavedTensorsNeededError
 from bridge.capture.custom_functions import CustomFunctions
 from bridge.capture.distributed import distributed_of
-from bridge.capture.draws import DrawRecorder
+from bridge.capture.draws import DrawRecorder, IsolatedRNG
 from bridge.capture.functions import Functions
 from bridge.capture.generator_watch import CachedFunctions, generator_watch
 from bridge.capture.inplace_rules import SWITCHED, InPlaceRules, overlaps
@@ -262,7 +262,7 @@ class _Watch:
         recorder.values.distributed.own(distributed_of(given.tensors, given.real_tensors, given.owned))
         self.functions = CustomFunctions(name, recorder, writing)
         self.calls = Functions(recorder, rules)
-        self.draws = DrawRecorder(self.observation.draws, rules.complain, inputs, True)
+        self.draws = DrawRecorder(self.observation.draws, rules.complain, inputs)
         self.draws.underived, self.functions.opaque.draws = rules.underived, self.draws
 
     def run(self, module: nn.Module, origin: Mapping[int, Any]) -> Any:
@@ -276,7 +276,7 @@ class _Watch:
             stack.callback(lambda: [each.requires_grad_() for each in followed])
             stack.callback(lambda: self.now.extend(map(geometry_of, given.inputs)))
             self.modes = stack.enter_context(modes_put_back())
-            stack.enter_context(self.draws)
+            stack.enter_context(IsolatedRNG(run=self.draws.called))
             stack.enter_context(self.functions.traced())
             originals = given.originals(prepared, origin)
             reads = recorded_reads(Reads(originals, prepared.module.named_modules(), self.cached.instead))

@@ -21,7 +21,7 @@ from bridge.base.torch_internals import FakeTensorMode, aten, python_kernels
 from bridge.base.torch_recording import no_python_kernels
 from bridge.base.torch_shapes import check_places, expression, hint, is_decided, symbolic_fake, upsampled_sizes
 from bridge.capture.counted_dims import CountedDims
-from bridge.capture.draws import DrawRecorder
+from bridge.capture.draws import DrawRecorder, IsolatedRNG
 from bridge.capture.observation import Draw
 from bridge.capture.opened import LAYERED
 from bridge.capture.passes.decompositions import UPSAMPLES, diagonal_filled
@@ -63,9 +63,9 @@ class Symbols:
         """A formula for an opened operator whose own kernel fixes sizes, or ``None``."""
         return _INSIDE.get(func)
 
-    def recording(self, inputs: Sequence[torch.Tensor]) -> DrawRecorder:
+    def recording(self, inputs: Sequence[torch.Tensor]) -> IsolatedRNG:
         """While active, draws are recorded."""
-        return DrawRecorder(self.draws, lambda op, reason: None, inputs)
+        return IsolatedRNG(False, run=DrawRecorder(self.draws, lambda op, reason: None, inputs).called)
 
     def is_whole_slice(self, op: Any, operands: tuple, args: tuple, record: Record, known: Row | None) -> bool:
         """Whether a call is a slice that spans the whole at the sample's sizes and has no row in the real run.
