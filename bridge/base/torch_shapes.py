@@ -6,7 +6,6 @@ The expressions are sympy's, some of torch's own classes; consumers dispatch on 
 from __future__ import annotations
 
 import importlib
-import operator
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from traceback import FrameSummary
@@ -15,12 +14,10 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from bridge.base.modes import replaced
-from bridge.base.quirks import applies, quirk
 from bridge.base.torch_internals import PROBES, MissingInternalError, find
 
 __all__ = ["SYMBOLIC", "Conclusion", "check_places", "conclusions", "environment", "expression"]
-__all__ += ["fake_results_not_kept", "fixed", "hint", "is_decided", "pooled_by_division", "range_of"]
+__all__ += ["fake_results_not_kept", "fixed", "hint", "is_decided", "range_of"]
 __all__ += ["size_environment", "symbolic_fake", "upsampled_sizes"]
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -69,22 +66,6 @@ def fake_results_not_kept() -> Iterator[None]:
     """
     config = importlib.import_module("torch._dynamo.config")
     with config.patch(fake_tensor_cache_enabled=False):
-        yield
-
-
-@quirk(
-    "poolings",
-    reason="their sizes ask for a remainder, which changes nothing, and is fixed where sizes vary",
-    test="tests/bridge/capture/test_symbolic_run.py",
-    until="2.13",
-)
-@contextmanager
-def pooled_by_division() -> Iterator[None]:
-    """While active, a pooling's output size is a floor division: the same number, without a guard on the remainder."""
-    if not applies(until="2.13"):
-        yield
-        return
-    with replaced(importlib.import_module("torch._meta_registrations"), div_rtn=operator.floordiv):
         yield
 
 

@@ -33,7 +33,7 @@ from bridge.capture.outputs import values_of, with_wholes
 from bridge.capture.prepared_twin import PreparedTwin, attributes_of, own_leaves, paths_of, with_attributes
 from bridge.capture.real_run import RealRun
 from bridge.capture.recorder import OperatorRecorder
-from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, renamed, values_in
+from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, mapped, renamed, values_in
 from bridge.capture.sample import ALL_COUNTS, DynamicDim
 from bridge.capture.symbolic_run import Symbols, symbolic_leaf
 from bridge.capture.thread_isolation import quiet
@@ -242,24 +242,20 @@ def _is_same(ours: Record, a: Row, theirs: Record, b: Row, *, given: bool = Fals
         op, args, kwargs = aten.alias.default, args[:1], {}
     if a.op is not op or a.grad != b.grad:
         return False
-    pairs = ((a.args, args), (a.kwargs, kwargs), *(() if given else ((a.results, b.results),)))
-    return all(_is_same_tree(ours, one, theirs, other) for one, other in pairs)
+    results = (None, None) if given else (a.results, b.results)
+    return _told(ours, (a.args, a.kwargs, results[0])) == _told(theirs, (args, kwargs, results[1]))
 
 
-def _is_same_tree(ours: Record, one: Any, theirs: Record, other: Any) -> bool:
-    """Whether operands or results are equal: constants, values, and shapes and dtypes of values."""
-    if type(other) in SYMBOLIC:
-        other = hint(other)
-    if type(one) is ValueRef and type(other) is ValueRef:
-        number = theirs.same.get(other.number, other.number)
-        return one.number == number and ours.forms[number][:4:3] == theirs.forms[number][:4:3]
-    if isinstance(one, tuple | list) and type(one) is type(other):
-        pairs = zip(one, other, strict=False)
-        return len(one) == len(other) and all(_is_same_tree(ours, a, theirs, b) for a, b in pairs)
-    if type(one) is dict and type(other) is dict:
-        return list(one) == list(other) and all(_is_same_tree(ours, one[key], theirs, other[key]) for key in one)
-    is_constant = type(one) is type(other) and not isinstance(one, torch.UntypedStorage)
-    return one is other or (is_constant and repr(one) == repr(other))
+def _told(record: Record, tree: Any) -> str:
+    """Operands or results as text: equal for equal constants, and values with equal numbers, shapes and dtypes."""
+
+    def told(leaf: Any) -> Any:
+        if type(leaf) is ValueRef:
+            form = _form(record, leaf)
+            return ValueRef, renamed(leaf, record).number, form.shape, form.dtype
+        return hint(leaf) if type(leaf) in SYMBOLIC else id(leaf)
+
+    return repr(mapped(tree, (ValueRef, *SYMBOLIC, torch.UntypedStorage), told))
 
 
 def _results(record: Record, row: Row) -> str:

@@ -18,6 +18,7 @@ from bridge.base.devices import current_device, working_for
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.log import channel
 from bridge.base.modes import autocast_to
+from bridge.base.pytrees import leaf_names
 from bridge.base.tensor_properties import bits_of
 from bridge.base.threads import raise_deferred
 from bridge.base.torch_cuda import settle_attention_order
@@ -365,30 +366,18 @@ def _input_names(call: SampleCall, real: RealRun) -> list[str]:
     found = [prefixes[each.kind] + _word(each.names[0]) for each in real.given.tensors[: len(real.given.real_tensors)]]
     signature = inspect.signature(call.module.forward)
     spec = real.given.in_spec
-    positional, keywords = spec.children()
+    positional, _ = spec.children()
     kinds = {each.name: each.kind for each in signature.parameters.values()}
     roots = list(takewhile(lambda name: kinds[name] is not inspect.Parameter.VAR_POSITIONAL, kinds))
     variadic = next(iter([*kinds][len(roots) :]), "args")
     roots += [f"{variadic}_{index}" for index in range(positional.num_children - len(roots))]
-    words: list[str] = []
-    for root, child in zip(roots, positional.children(), strict=False):
-        words += [_word(root + rest) for rest in _paths(child)]
-    for key, child in zip(keywords.context, keywords.children(), strict=True):
-        words += [_word(str(key) + rest) for rest in _paths(child)]
+    words = []
+    for path in leaf_names(spec):
+        kind, key, *rest = re.findall(r"\w+", path)
+        words.append(_word("_".join([roots[int(key)] if kind == "args" else key, *rest])))
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     found += [word for word, leaf in zip(words, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
     return found + ["c_" + _word(path) for path in real.given.attributes]
-
-
-def _paths(spec: pytree.TreeSpec) -> list[str]:
-    if spec.is_leaf():
-        return [""]
-    found = []
-    keys = spec.context if isinstance(spec.context, list) and len(spec.context) == spec.num_children else None
-    for index, child in enumerate(spec.children()):
-        key = index if keys is None else keys[index]
-        found += [f"_{key}{rest}" for rest in _paths(child)]
-    return found
 
 
 def _word(text: str) -> str:

@@ -29,7 +29,6 @@ from bridge.base.torch_internals import (
     len_dispatch_stack,
     len_function_stack,
 )
-from bridge.base.torch_shapes import pooled_by_division
 from bridge.state import generators_put_back
 
 __all__ = ["CAPTURES", "is_capturing", "is_traced_here", "one_capture_at_a_time"]
@@ -42,7 +41,6 @@ def recording() -> Iterator[None]:
     with (
         one_capture_at_a_time(),
         generators_put_back(),
-        pooled_by_division(),
         no_frames_compiled(),
         while_active(CAPTURES, depth=CAPTURES.depth + 1),
     ):
