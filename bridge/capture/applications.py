@@ -25,7 +25,6 @@ from bridge.base.torch_autograd import FunctionNode, apply_function
 from bridge.base.torch_internals import VF, pytree, storage_id
 
 __all__ = [
-    "TENSOR",
     "Application",
     "application_of",
     "apply_opaque",
@@ -45,7 +44,7 @@ class Application:
 
     Attributes:
         kind: the Function.
-        spec, constants: the structure of its arguments, and their leaves with :data:`TENSOR` for tensors.
+        spec, constants: the structure of its arguments, and their leaves with ``torch.Tensor`` for tensors.
         given: form of each tensor argument, and whether autograd tracks it.
         grad, casts: grad mode around it, and the device type and dtype of autocast.
         results: form of each result, and whether it has a gradient; ``None`` for a result that is ``None``.
@@ -68,7 +67,7 @@ class Application:
     @property
     def places(self) -> list[int]:
         """Positions of the tensors among the leaves of the arguments."""
-        return [place for place, each in enumerate(self.constants) if each is TENSOR]
+        return [place for place, each in enumerate(self.constants) if each is torch.Tensor]
 
     def run(self, tensors: Sequence[torch.Tensor], kind: type | None = None) -> tuple[Any, Any]:
         """Applies the Function, or another ``kind``, to tensors outside of autograd's graph → its results, and a tensor
@@ -104,11 +103,6 @@ class Application:
         return found
 
 
-class _Tensor:
-    """Marks a tensor among constants."""
-
-
-TENSOR = _Tensor()
 _APPLICATIONS: dict[str, Application] = {}
 _KEYS: dict[Application, str] = {}
 _PROCESS = uuid.uuid4().hex

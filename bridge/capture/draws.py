@@ -36,14 +36,14 @@ from bridge.base.torch_internals import (
 from bridge.base.torch_recording import DispatchMode, unrecorded
 from bridge.base.torch_shapes import hint
 from bridge.capture.autograd_uses import DRAWS_ANEW, draws_anew
-from bridge.capture.observation import Draw, DropoutOperand, Parameter
+from bridge.capture.observation import Draw, DropoutOperand, Parameter, is_fused_attention
 from bridge.capture.passes.alias_analysis import ROW
 from bridge.capture.passes.decompositions import COMPUTED_DRAWS, CUDA_ATTENTION, SLOPE_DRAWS
 from bridge.capture.rows import Row, form_of, written_operands
 from bridge.guards import in_its_place
 
 __all__ = ["TORCHS", "UNTOLD", "DrawRecorder", "IsolatedRNG", "attends_by_products", "attention_advance"]
-__all__ += ["attention_rate", "draws", "draws_at", "is_attention", "match_draws", "unwatched"]
+__all__ += ["attention_rate", "draws", "draws_at", "match_draws", "unwatched"]
 __all__ += ["with_generator"]
 
 TORCHS = ("aten", "prims", "tvm_dispatch")
@@ -356,7 +356,7 @@ def _draws_nothing(func, args, kwargs) -> bool:
         return not (args[0] and args[1])
     if func in SLOPE_DRAWS:  # training is the fifth argument
         return not any(args[4:5])
-    return is_attention(func) and not attention_rate(func, args, kwargs)
+    return is_fused_attention(func) and not attention_rate(func, args, kwargs)
 
 
 # Draws of a record: each node of the functional graph that draws → which of eager's draws it makes.
@@ -420,11 +420,6 @@ _PART_OF_MEMORY = 256
 """One attention's weights take at most this fraction (1 / 256) of the GPU's memory."""
 _FLASH = 32
 """How far flash attention moves a generator for each head of each element of a batch."""
-
-
-def is_attention(operator: Any) -> bool:
-    """Whether an operator is fused attention, which is tagged as random but draws only for dropout."""
-    return "scaled_dot_product" in str(operator)
 
 
 def attention_rate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:

@@ -58,9 +58,9 @@ class StepMasks:
     dropouts: tuple[Draw, ...] = ()
 
 
-def is_fused_attention(draw: Draw) -> bool:
-    """Whether an attention kernel makes a draw."""
-    return "_scaled_dot_product_" in draw.op
+def is_fused_attention(operator: Any) -> bool:
+    """Whether an operator is fused attention, which is tagged as random but draws only for dropout."""
+    return "scaled_dot_product" in str(operator)
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class Draw:
         kernel, or a GPU's draw with computed parameters. Both move the generator independently of numbers."""
         if self.is_attention_mask:
             return False
-        return is_fused_attention(self) or (self.device != HOST and self._has_parameters)
+        return is_fused_attention(self.op) or (self.device != HOST and self._has_parameters)
 
     @property
     def is_attention_mask(self) -> bool:
         """Whether it is the mask of attention weights, for attention that matrix products compute."""
-        return is_fused_attention(self) and self.dtype == torch.bool
+        return is_fused_attention(self.op) and self.dtype == torch.bool
 
     @property
     def is_computed(self) -> bool:

@@ -27,7 +27,6 @@ from bridge.base.torch_internals import VF, current_graph_task_id, pytree, stora
 from bridge.base.torch_recording import own_operator, unrecorded
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.applications import (
-    TENSOR,
     Application,
     application_of,
     form_of,
@@ -193,8 +192,8 @@ class Opaque:
             raise NotTraceable("takes complex numbers or sparse tensors, and cannot be traced")
         if closed := [each for name in _CODE for each in _closed_over(getattr(kind, name, None))]:
             raise NotTraceable(f"closes over a {type(closed[0]).__name__}, and cannot be traced")
-        constants = tuple(TENSOR if isinstance(each, torch.Tensor) else each for each in leaves)
-        if odd := [each for each in constants if each is not TENSOR and not _is_constant(each)]:
+        constants = tuple(torch.Tensor if isinstance(each, torch.Tensor) else each for each in leaves)
+        if odd := [each for each in constants if each is not torch.Tensor and not _is_constant(each)]:
             raise NotTraceable(f"takes a {type(odd[0]).__name__}, and cannot be traced")
         flags = [flag for arg, flag in zip(args, follows, strict=True) for _ in pytree.tree_leaves(arg)]
         pairs = zip(leaves, flags, strict=True)
