@@ -43,7 +43,6 @@ from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.observation import Output
 from bridge.capture.packed import PackedSequences
 from bridge.capture.recorder import OperatorRecorder, nested
-from bridge.capture.replaced_functions import functions_of_torch, replacements
 from bridge.capture.rows import values_in
 from bridge.capture.scalar_guards import (
     COUNTS,
@@ -55,6 +54,7 @@ from bridge.capture.scalar_guards import (
     tensor_of,
 )
 from bridge.capture.select_at import at_numbers, shared_views
+from bridge.capture.thread_isolation import functions_of_torch, replacements
 from bridge.capture.whole_functions import HANDLERS
 from bridge.guards import ADDRESSES, is_changeable
 

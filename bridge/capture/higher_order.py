@@ -33,7 +33,7 @@ from bridge.base.torch_higher_order import (
 from bridge.base.torch_internals import HigherOrderOperator, aten, find, innermost_transform, no_torch_function, pytree
 from bridge.capture.custom_functions import functions_of_torchs
 from bridge.capture.draws import unwatched
-from bridge.capture.replaced_functions import own_function
+from bridge.capture.thread_isolation import own_function
 
 __all__ = ["ClosedFunction", "HigherOrder", "TorchFunctions", "as_python", "has_form"]
 

@@ -45,14 +45,13 @@ from bridge.capture.passes.stop_gradient import link_functions, mark_overwritten
 from bridge.capture.precall_guards import recomputed, too_many, uncounted, varies
 from bridge.capture.real_run import RealRun
 from bridge.capture.refusals import check_call, device_of_call
-from bridge.capture.replaced_functions import functions_of_torch
 from bridge.capture.rows import Record, ValueRef, form_of, key_of
 from bridge.capture.sample import refuse_numbers
 from bridge.capture.select_at import spell_selections
 from bridge.capture.steady_call import SteadyCall, steady_call
 from bridge.capture.symbolic_capture import recorded_with_extents
 from bridge.capture.symbolic_sizes import each_mapped
-from bridge.capture.thread_isolation import quiet, recording
+from bridge.capture.thread_isolation import functions_of_torch, quiet, recording
 from bridge.capture.training_graph import TrainingGraph, training_graph
 from bridge.capture.values import fakes_of
 from bridge.state import SampleCall, tensor_problem

@@ -15,7 +15,7 @@ import bridge
 from bridge import add_tvm_dispatch, stats
 from bridge.base.modes import replaced
 from bridge.base.torch_internals import VF
-from bridge.capture.replaced_functions import replacements
+from bridge.capture.thread_isolation import replacements
 from tests.bridge.test_import import fresh
 
 SCRIPT = """
