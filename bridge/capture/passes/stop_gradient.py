@@ -51,9 +51,10 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
     _detach_stopped(graph)
     keep_layers_whole(graph)
     _write_straight_through(graph, requires_grad)
-    _stop_unread(graph, requires_grad)
-    hidden = _stop_gradients(graph, requires_grad)
-    problems += [] if problems else hidden
+    if any(map(is_detach, graph.nodes)):
+        _stop_unread(graph, requires_grad)
+        hidden = _stop_gradients(graph, requires_grad)
+        problems += [] if problems else hidden
     problems += write_through_views(graph)
     problems += _wrong_in_torch(graph, requires_grad)
     for node in graph.nodes:
@@ -111,8 +112,7 @@ def _write_first(graph: fx.Graph, leaf: fx.Node, last: fx.Node, later: set[fx.No
 
 def mark_overwritten(graph: fx.Graph, names: Collection[str]) -> None:
     """Passes the memory of inputs through ``tvm_dispatch::overwritten`` after each write, in place."""
-    aliases = Aliases(graph.nodes, lambda node: False)
-    writes_of = aliases.writes()
+    writes_of = Aliases(graph.nodes, lambda node: False).writes() if names else {}
     for memory in [node for node in graph.nodes if node.op == "placeholder" and node.name in names]:
         places = writes_of.get(memory, [])
         places += [user for user in memory.users if user.target is WITH_GRADIENT and user.args[1] is memory]
