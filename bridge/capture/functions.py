@@ -56,7 +56,7 @@ from bridge.capture.scalar_guards import (
 from bridge.capture.select_at import at_numbers, shared_views
 from bridge.capture.thread_isolation import functions_of_torch, replacements
 from bridge.capture.whole_functions import HANDLERS
-from bridge.guards import ADDRESSES, is_changeable
+from bridge.guards import ADDRESSES, in_its_place, is_changeable
 
 __all__ = ["Functions"]
 
@@ -277,11 +277,11 @@ def _of_fakes() -> Iterator[None]:
 
 
 def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:
-    """Whether a function is not torch's, or may call the user's code: a backward, or a callable or an object of a
-    user's class, with special methods, among ``values``."""
+    """Whether a function is not torch's, reads print options, or may call the user's code: a backward, or a callable or
+    an object of a user's class, with special methods, among ``values``."""
     is_torchs = not isinstance(func, FunctionType) or func.__module__.partition(".")[0] == "torch"
     users = (callable(each) or (not isinstance(each, _PLAIN) and is_changeable(type(each))) for each in values)
-    return not is_torchs or name in _RUN_BACKWARD or any(users)
+    return not is_torchs or name in _RUN_BACKWARD or name in ("__repr__", "__format__") or any(users)
 
 
 _PLAIN = (torch.Tensor, str, int, float, type(None), torch.dtype, torch.device)
@@ -303,8 +303,8 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _as_text(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``repr(x)``, ``f"{x}"``, ``print(x)``: eager's text."""
-    return run.whole(x, lambda: function(x, *args, **kwargs))
+    """``repr(x)``, ``f"{x}"``, ``print(x)``: eager's text, by torch's print options."""
+    return run.whole(x, in_its_place(lambda: function(x, *args, **kwargs)))
 
 
 def _as_array(function: Callable[..., Any], run: Functions, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ from bridge.base.errors import (
     Unsupported,
     UnsupportedModule,
     from_user_code,
+    is_out_of_memory,
     refused_by_eager,
     swallowed,
 )
@@ -144,7 +145,14 @@ def _steady(before: Undo, call: SampleCall) -> SteadyCall:
         before.restore()
         return found
     real.reset()
-    real = _again(real)
+    try:
+        real = _again(real)
+    except UnsupportedModule:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise _changing(first, changed) from error
     _find_loops(real)
     again = real.changed()
     counts = _integers(real, again)

@@ -7,13 +7,15 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
 from types import CodeType
 from typing import Any
 
 __all__ = ["BUILDS", "COMPARES", "DEREFS", "ENDS", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING", "NO_PLACES"]
 __all__ += ["NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS", "CallSite", "DataFlow", "Lookups", "Source"]
 __all__ += ["PLAIN_SOURCES", "PUTS", "RESULTS", "computed", "handlers", "held_in", "inner_stores", "joined", "put_by"]
-__all__ += ["result_of", "root_of", "without_locals"]
+__all__ += ["is_local", "result_of", "root_of", "text_of", "without_locals"]
 
 Source = tuple
 """``(kind, ...)``; :class:`bridge.guards.sources.Sources` finds the values of each kind."""
@@ -132,17 +134,34 @@ def joined(*sets: frozenset) -> frozenset:
     return frozenset().union(*sets)
 
 
+@cache
+def is_local(source: Source) -> bool:
+    """Whether a source is a variable's value at this instruction, or is computed from one."""
+    return source[0] == "local" or (source[0] in ("op", "text") and any(map(is_local, source[2:])))
+
+
 def without_locals(value: frozenset) -> frozenset:
-    return frozenset(source for source in value if source[0] != "local")
+    return frozenset(source for source in value if not is_local(source))
+
+
+def _of_locals(value: frozenset) -> frozenset:
+    return frozenset(filter(is_local, value)) or value
 
 
 def computed(symbol: str, left: frozenset, right: frozenset) -> frozenset:
     """The sources of a binary operator's result on known strings and numbers (a path, a key)."""
-    plain = ("const", "global", "attr", "arg", "cell", "op", "local", "var")
-    pairs = [(a, b) for a in left if a[0] in plain for b in right if b[0] in plain]
-    if symbol not in ("+", "%", "-", "*") or len(pairs) > 2:
-        return NOTHING
-    return frozenset(("op", symbol, a, b) for a, b in pairs)
+    made = NOTHING
+    for chosen in (_of_locals, without_locals) if symbol in ("+", "%", "-", "*") else ():
+        sides = [[each for each in chosen(value) if each[0] in _COMPUTES] for value in (left, right)]
+        if len(sides[0]) * len(sides[1]) <= 2:
+            made |= {("op", symbol, *pair) for pair in product(*sides)}
+    return made
+
+
+def text_of(value: frozenset, by: Source = ("const", str)) -> frozenset:
+    """The sources of a value's text; ``by``: the source of the function that makes it."""
+    chosen = (each for choose in (_of_locals, without_locals) for each in choose(value))
+    return frozenset(("text", by, each) for each in chosen if each[0] in _COMPUTES)
 
 
 def handlers(code: CodeType) -> Iterator[tuple[int, int]]:
@@ -162,7 +181,8 @@ def held_in(value: frozenset) -> frozenset:
     return frozenset(("held", source) for source in value if source[0] != "const")
 
 
-PLAIN_SOURCES = ("const", "global", "attr", "arg", "cell", "item", "op", "var")
+PLAIN_SOURCES = ("const", "global", "attr", "arg", "cell", "item", "op", "text", "var")
+_COMPUTES = ("const", "global", "attr", "arg", "cell", "op", "text", "var", "local")
 RESULTS = ("result", "called", "each", "held")
 PUTS = frozenset("append appendleft add insert extend update setdefault put __setitem__".split())
 

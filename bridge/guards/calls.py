@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import operator
 import sys
@@ -27,6 +26,7 @@ from bridge.guards.kinds import (
     effect_on_memory,
     is_a,
     is_key,
+    paired,
 )
 from bridge.guards.machinery import is_library
 from bridge.guards.objects import (
@@ -49,7 +49,7 @@ from bridge.guards.watched import Place
 __all__ = ["MOST_RESULTS", "CallAnalysis"]
 
 _UNBOUND = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
-_IN_C = ("cython_function_or_method", *(kind.__name__ for kind in _UNBOUND))
+_IN_C = ("cython_function_or_method", "instancemethod", *(kind.__name__ for kind in _UNBOUND))
 _KNOWN_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "math", "builtins", ""}
 MOST_RESULTS = 256
 """The objects, and the plain values, that are followed one by one for each call instruction."""
@@ -70,10 +70,23 @@ class CallAnalysis(Sources):
         call = known.flow.calls.get(place)
         self._look(known)
         known.calls.heard.add(place)
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if (pair := paired(function)) is not None and self.knows(function.__self__):
+            self._pair(function.__self__, *pair, where)
         known.locals = frame.f_locals
-        self._invoke(known, place, function, call, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        self._invoke(known, place, function, call, where)
         known.locals = {}
         self._look(known)
+
+    def _pair(self, owner: Any, times: int, undo: Any, told: tuple[str, str], where: str) -> None:
+        """Counts a call whose effect another call ends; refuses the other one where it comes first."""
+        if where.startswith(TORCH_DIR):
+            return
+        what = f"{self.place(owner) or type(owner).__name__}.{undo.__name__}()"
+        times += self.pairs.get(id(owner), (0,))[0]
+        self.pairs[id(owner)] = times, undo, (what, where, *told)
+        if times < 0:
+            self.refuse(what, where, *told)
 
     def _invoke(
         self, known: Frame, place: int, function: Any, call: CallSite | None, where: str, given: Any = None
@@ -189,15 +202,12 @@ class CallAnalysis(Sources):
 
     def _method(self, known: Frame, place: int, owner: Any, function: Any, name: str, where: str, given: tuple) -> None:
         """Notes the reads of an object's method in C, which is about to be called."""
+        owner = owner.__self__ if type(owner) is super else owner
         kind, (args, _) = type(owner), given
         if is_changeable(kind):
             self.class_name(kind, name)
-        torchs = known.code.co_filename.startswith(TORCH_DIR)
         if reason := effect_on_memory(owner, name):
             self.refuse(f"untyped_storage().{name}()", where, *reason)
-        if is_a(owner, contextvars.ContextVar) and name in ("set", "reset") and self.knows(owner) and not torchs:
-            self._unset[id(owner)] = self._unset.get(id(owner), 0) + (1 if name == "set" else -1)
-            self._set_at[id(owner)] = str(self.place(owner)) or owner.name, where
         if name == "__new__" and args:
             for made in [each for each in args[0] if is_a(each, type)]:
                 self._result(known.calls.called, place, Instance(made), known)
@@ -214,7 +224,7 @@ class CallAnalysis(Sources):
             if reason := effect_of(owner, name):
                 self.refuse(f"{self.place(owner)}.{name}()", where, *reason)
             if name == "__next__":
-                self._moves(known, owner)
+                return self._moves(known, owner)
             if name == "__dir__":
                 self.all(owner)
             if is_asked(kind.__name__, name) or (issubclass(kind, type) and is_asked("type", name)):
@@ -405,6 +415,7 @@ class CallAnalysis(Sources):
         if is_changeable(kind):
             for name in ("__new__", "__init__"):
                 self.class_name(kind, name)
+            self.special_methods(kind)
             self._result(frame.calls.results, place, Instance(kind), frame)
         if is_changeable(type(kind)):
             self.class_name(type(kind), "__call__")

@@ -19,7 +19,7 @@ from bridge.base.errors import MODULE, GuardFailure, Unsupported, UnsupportedMod
 from bridge.base.tensor_properties import properties_of
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.kinds import CONTAINERS, is_a
-from bridge.guards.objects import is_changeable, names_of
+from bridge.guards.objects import is_changeable, names_of, special_methods_of
 from bridge.guards.recording import Reads
 from bridge.guards.watched import (
     ABSENT,
@@ -91,7 +91,7 @@ class _Held:
     def may_hold(item: Any) -> bool:
         """Whether all writes to it are counted: a dictionary that is noted without the containers in it, or a class."""
         if isinstance(item, Answer):
-            return item.function is names_of
+            return item.function in (names_of, special_methods_of)
         is_dict = isinstance(item, Contents) and type(item.value) is dict
         return is_dict and not (item.table and any(isinstance(each, CONTAINERS) for each in item.read()))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial, reduce
 from types import CodeType
 from typing import Any
 
@@ -43,10 +43,13 @@ from bridge.guards.bytecode import (
     put_by,
     result_of,
     root_of,
+    text_of,
     without_locals,
 )
 
 __all__ = ["flow_of"]
+
+_STR = frozenset((("global", "str"),))
 
 
 @lru_cache(maxsize=4096)
@@ -435,14 +438,15 @@ class _Interpreter(Lookups):
             found = self._of("attr", stack[-1] if stack else NOTHING, argument)
             stack.append(joined(found, result_of(each)))
         elif name in ("BUILD_STRING", "BUILD_SLICE"):
-            for _ in range(raw):
-                self._whole(pop())
-            stack.append(NOTHING)
+            parts = [pop(raw=True) for _ in range(raw)][::-1]
+            self._whole(without_locals(joined(*parts)))
+            stack.append(reduce(partial(computed, "+"), parts) if name == "BUILD_STRING" else NOTHING)
         elif name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "CONVERT_VALUE", "FORMAT_WITH_SPEC"):
             if (name == "FORMAT_VALUE" and raw & 4) or name == "FORMAT_WITH_SPEC":
                 pop()
-            self._whole(pop(), compared=True)
-            stack.append(NOTHING)
+            value = pop(raw=True)
+            self._whole(without_locals(value), compared=True)
+            stack.append(text_of(value) if name == "FORMAT_SIMPLE" or (name, raw) == ("FORMAT_VALUE", 0) else NOTHING)
         elif name == "POP_JUMP_IF_NONE" or name == "POP_JUMP_IF_NOT_NONE" or name.endswith("_IF_NONE"):
             pop()
         elif name.startswith(("POP_JUMP", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP")):
@@ -473,7 +477,8 @@ class _Interpreter(Lookups):
             for source in value:
                 if source[0] not in (*NO_PLACES, "made"):
                     self.flow.wholes.setdefault(("passed", source, each.offset), False)
-        stack.append(frozenset((("result", each.offset), ("called", each.offset))))
+        text = text_of(args[0], *function) if function == _STR and len(args) == 1 else NOTHING
+        stack.append(text | {("result", each.offset), ("called", each.offset)})
 
     def _other(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
         """An instruction without a rule: notes all its operands as looked at; its results have no known source."""

@@ -19,9 +19,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["CONTAINERS", "FILES", "OUTSIDE", "PLAIN", "RAISING_WARNINGS", "answer_of", "contents_of", "effect_of"]
-__all__ += ["effect_on_memory", "implicit_of", "is_a", "is_iterator", "is_key", "is_told", "key_of", "parts_of"]
-__all__ += ["put_back", "rows_of_types", "unwatched"]
+__all__ = ["CONTAINERS", "FILES", "LOCKED", "LOCKS", "OUTSIDE", "PLAIN", "RAISING_WARNINGS", "answer_of", "contents_of"]
+__all__ += [
+    "effect_of",
+    "effect_on_memory",
+    "implicit_of",
+    "is_a",
+    "is_iterator",
+    "is_key",
+    "is_told",
+    "key_of",
+    "paired",
+]
+__all__ += ["parts_of", "put_back", "rows_of_types", "unwatched"]
 
 PLAIN = frozenset(
     (
@@ -41,6 +51,10 @@ _STORES = "reads or writes a store of several processes; a compiled call does no
 _MOVES = "moves a generator or changes an object that lies outside of the call; a compiled call does not"
 _FOREIGN = "calls a library in C or reads memory by its address, whose state cannot be watched"
 OUTSIDE = "do it outside of forward"
+LOCKED = "acquires or releases a lock, and leaves it so; a compiled call does not", "do both in forward"
+_SETS = "sets or resets a context variable; a compiled call does not", "do both in forward"
+LOCKS = ("lock", "RLock")
+"""Names of types of locks, whose state forward has to restore: a second run may wait for it forever."""
 _EFFECTS: dict[tuple[str, str], tuple[str, str]] = {
     ("sqlite3", "execute executemany executescript commit rollback fetchone fetchall fetchmany"): (FILES, OUTSIDE),
     ("_io", "write writelines read readline readlines readinto seek truncate"): (FILES, OUTSIDE),
@@ -61,6 +75,10 @@ _BY_MODULE = {module: (frozenset(names.split()), told) for (module, names), told
 _IN_MEMORY = ("StringIO", "BytesIO")
 
 
+def _nothing() -> None:
+    pass
+
+
 def is_a(value: Any, kinds: Any) -> bool:
     """Whether an object is of a class; runs none of its code, whereas ``isinstance`` asks its ``__class__``."""
     return issubclass(type(value), kinds)
@@ -76,6 +94,19 @@ def effect_of(owner: Any, name: str) -> tuple[str, str] | None:
         found = _BY_MODULE.get(base.__module__)
         if found is not None and name in found[0] and kind.__name__ not in _IN_MEMORY:
             return None if owner in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__) else found[1]
+    return None
+
+
+def paired(function: Any) -> tuple[int, Callable[[], Any], tuple[str, str]] | None:
+    """Of a method whose effect another one ends: 1 or -1, a function that ends it, and the refusal of one alone.
+
+    Locks of several processes are acquired in code that is not followed as well: only their pairs are known.
+    """
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if type(owner).__name__ == "ContextVar" and name in ("set", "reset"):
+        return (1 if name == "set" else -1), _nothing, _SETS  # the run has a context of its own
+    if type(owner).__name__ == "SemLock" and name in ("acquire", "release"):
+        return (1 if name == "acquire" else -1), owner.release, LOCKED
     return None
 
 
@@ -110,6 +141,40 @@ def _bytes(value: Any) -> Any:
 def _goes_through(value: Any) -> Any:
     """An iterator over an array: its position and the array's entries."""
     return [value.index, *(value.base.ravel().tolist() if value.base.dtype.hasobject else [value.base.tobytes()])]
+
+
+def _position(value: Any) -> Any:
+    """An iterator of Python's: what it goes through, and its place there, as it tells them to ``copy``."""
+    try:
+        made, given, *place = value.__reduce__()
+    except RuntimeError as error:  # a dictionary that has changed meanwhile
+        return [str(error)]
+    told = [(contents_of(each) if is_iterator(each) else None, each) for each in given]
+    return [made, *(each if reader is None else reader(each) for reader, each in told), *place]
+
+
+def _suspended(value: Any) -> Any:
+    """A generator or coroutine: its code, the instruction where it waits, and its variables."""
+    of = {each[3:]: getattr(value, each) for each in dir(value) if each[2:] in ("_code", "_frame")}
+    frame = of["frame"]
+    return [of["code"], *([] if frame is None else [frame.f_lasti, *frame.f_locals.items()])]
+
+
+def _promised(value: Any) -> Any:
+    return [value.done(), answer_of(value.value, (), {}) if value.done() else None]
+
+
+def _locked(value: Any) -> Any:
+    """How often a lock is held, and whether by this thread."""
+    if not hasattr(value, "_is_owned"):
+        return [int(value.locked())]
+    return [int(repr(value).partition(" count=")[2].partition(" ")[0]), value._is_owned()]
+
+
+def _write_lock(value: Any, contents: Any) -> None:
+    times = _locked(value)[0] - contents[0]
+    for _ in range(abs(times)):
+        value.release() if times > 0 else value.acquire(False)
 
 
 def _write_array(value: Any, contents: Any) -> None:
@@ -184,6 +249,12 @@ _numpys = (
 )
 _memory = (bytes, _write_memory)
 _FUTURES = ("Future", "Task")
+_GOES_ON = """
+list_iterator list_reverseiterator tuple_iterator range_iterator longrange_iterator str_iterator str_ascii_iterator
+bytes_iterator bytearray_iterator set_iterator dict_keyiterator dict_valueiterator dict_itemiterator
+dict_reversekeyiterator dict_reversevalueiterator dict_reverseitemiterator iterator callable_iterator
+enumerate zip map filter reversed
+"""
 _ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], None] | None]] = {
     ("collections", "OrderedDict"): (lambda value: list(OrderedDict.items(value)), _write_dict),
     ("collections", "defaultdict"): (lambda value: [value.default_factory, *dict.items(value)], _write_defaultdict),
@@ -217,19 +288,19 @@ _ROWS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], No
     ("_ctypes", "Structure"): _memory,
     ("_ctypes", "Union"): _memory,
     ("_ctypes", "_Pointer"): (lambda value: [bytes(value), bytes(value.contents) if value else None], None),
-    ("_thread", "RLock"): (repr, None),
-    ("_thread", "lock"): (
-        lambda value: value.locked(),
-        lambda value, held: value.acquire(False) if held else value.release(),
-    ),
+    ("_thread", "RLock"): (_locked, _write_lock),
+    ("_thread", "lock"): (_locked, _write_lock),
     ("_queue", "SimpleQueue"): (lambda value: value.qsize(), None),
     ("_hashlib", "HASH"): (lambda value: value.digest(), None),
     **{("_asyncio", each): (lambda value: [value.done(), value._result, value._exception], None) for each in _FUTURES},
     ("numpy", "flatiter"): (_goes_through, None),
     ("numpy", "nditer"): (lambda value: [each.tobytes() for each in value.operands], None),
     ("torch._C", "StorageBase"): (_bytes, None),
-    ("torch._C", "Future"): (lambda value: value.done(), None),
+    **{(each, "Future"): (_promised, None) for each in ("torch", "torch._C")},
     ("itertools", "count"): (repr, None),
+    ("itertools", "repeat"): (repr, None),
+    **{("builtins", each): (_position, None) for each in _GOES_ON.split()},
+    **{("builtins", each): (_suspended, None) for each in ("generator", "coroutine", "async_generator")},
     ("builtins", "BaseException"): (lambda value: list(value.args), None),
     ("numpy._core.multiarray", "flagsobj"): (str, None),
     ("decimal", "Context"): (_precision, None),

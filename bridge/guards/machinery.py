@@ -26,7 +26,7 @@ distributed/tensor/_ distributed/tensor/placement_types.py
 """.split()
 LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PYTHONS = "logging warnings.py tempfile.py importlib abc.py typing.py re/ sre_".split()
-_PYTHONS += "inspect.py linecache.py traceback.py tokenize".split()
+_PYTHONS += "inspect.py traceback.py tokenize".split()
 _PROCESSES = "util.py context.py synchronize.py process.py popen resource".split()
 _PYTHONS += [f"multiprocessing/{each}" for each in _PROCESSES]
 _CALLED = "utils/_config_module.py utils/weak.py hub.py storage.py distributed/device_mesh.py"
@@ -51,6 +51,7 @@ _ASKED_PYTHON = {
     "multiprocessing/context.py": "get_start_method",
     "multiprocessing/synchronize.py": "is_set get_value",
     "importlib/util.py": "find_spec",
+    "tempfile.py": "gettempdir gettempdirb gettempprefix gettempprefixb",
     "threading.py": "current_thread main_thread active_count get_ident is_set",
 }
 _IN_FILES = {(LIBRARY + file, name) for file, names in _ASKED_PYTHON.items() for name in names.split()}
@@ -58,10 +59,13 @@ ASKED_PYTHON = frozenset(_IN_FILES | {("<frozen importlib.util>", "find_spec")})
 LOOKING = (LIBRARY + "inspect.py", LIBRARY + "typing.py")
 """Files whose functions look into their arguments."""
 
-CHANGING_PYTHON = frozenset(
-    (LIBRARY + os.path.join("logging", "__init__.py"), name)
-    for name in "addHandler removeHandler setLevel addFilter removeFilter disable basicConfig captureWarnings".split()
-)
+_CHANGING = {
+    "logging/__init__.py": """
+        addHandler removeHandler setLevel addFilter removeFilter disable basicConfig captureWarnings
+    """,
+    "multiprocessing/synchronize.py": "set clear notify notify_all wait",
+}
+CHANGING_PYTHON = frozenset((LIBRARY + file, name) for file, names in _CHANGING.items() for name in names.split())
 _PACKAGES = tuple(os.sep + each + os.sep for each in ("tqdm", "triton", "filelock", os.path.join("tvm", "script")))
 """Packages that torch's machinery calls: progress bars, the kernel compiler, file locks, and TVM's replacement of
 ``inspect.getfile``."""

@@ -42,7 +42,7 @@ __all__ = [
     "fields_of",
 ]
 __all__ += ["function_or_object", "identity_of", "inner_function", "interesting", "is_alive", "is_changeable"]
-__all__ += ["is_held", "is_in_function", "is_library", "is_ours", "names_of"]
+__all__ += ["is_held", "is_in_function", "is_library", "is_ours", "names_of", "special_methods_of"]
 
 ABSENT, ANY = object(), object()
 """Mark a missing value, and more plain values than are followed one by one."""
@@ -108,6 +108,34 @@ def names_of(kind: type) -> list[tuple[str, Any]]:
     """The entries of a class and its bases, without torch's and Python's own notes."""
     held = [each for base in kind.__mro__ if is_changeable(base) for each in vars(base).items()]
     return [each for each in held if each[0] not in _NOTES]
+
+
+_BUILT_IN = (
+    object,
+    int,
+    float,
+    complex,
+    str,
+    list,
+    dict,
+    set,
+    types.FunctionType,
+    types.GeneratorType,
+    types.ModuleType,
+)
+_SPECIAL = {name for kind in _BUILT_IN for name, held in vars(kind).items() if name[:2] == "__" and callable(held)}
+_SPECIAL |= {f"__i{name[2:]}" for name in _SPECIAL} | {
+    f"__{name}__" for name in "matmul rmatmul imatmul complex".split()
+}
+_SPECIAL |= {
+    f"__{name}__" for name in "getattr missing enter exit bytes fspath copy deepcopy array torch_function".split()
+}
+
+
+def special_methods_of(kind: type) -> list[tuple[str, Any]]:
+    """The special methods of a class and its bases: Python looks them up without a mention in forward's code."""
+    bases = [base.__dict__ for base in kind.__mro__ if is_changeable(base)]
+    return [(name, held[name]) for held in bases for name in held if name in _SPECIAL]
 
 
 def fields_of(value: Any) -> list[str]:

@@ -29,7 +29,7 @@ from bridge.guards.calls import MOST_RESULTS, CallAnalysis
 from bridge.guards.changes import reads_later
 from bridge.guards.dataflow import flow_of
 from bridge.guards.functions import CHANGES_FILES, OPENS, audited, changes_files, does, entries_of, file_state
-from bridge.guards.kinds import CONTAINERS, PLAIN, is_a, is_iterator, parts_of
+from bridge.guards.kinds import CONTAINERS, LOCKED, LOCKS, PLAIN, is_a, is_iterator, parts_of
 from bridge.guards.machinery import (
     ASKED_PYTHON,
     CALLED,
@@ -77,8 +77,7 @@ class Reads(CallAnalysis):
         self.says: dict[str, None] = {}
         self.identical: dict[int, Any] = {}
         self.told = defaultdict[type, dict[tuple, tuple[Any, str]]](dict)
-        self._unset: dict[int, int] = {}
-        self._set_at: dict[int, tuple[str, str]] = {}
+        self.pairs: dict[int, tuple[int, Any, Any]] = {}
         self.rebound: list[Any] = []
 
     @contextmanager
@@ -101,10 +100,17 @@ class Reads(CallAnalysis):
         for path in self._temporary if self.refused is None else ():
             os.remove(path)
             self.refuse(f"open({path!s:.80})", "forward", *CHANGES_FILES)
-        for of, times in self._unset.items():
-            if times > 0 and self.refused is None:
-                what, where = self._set_at[of]
-                self.refuse(f"{what}.set()", where, "sets a context variable; a compiled call does not", "reset it")
+        for times, undo, told in [each for each in self.pairs.values() if each[0] > 0]:
+            for _ in range(times):
+                undo()
+            if self.refused is None:
+                self.refuse(*told)
+        held = [
+            (each, self.first[key]) for key, each in self.items.items() if is_a(each, Contents) and key in self.first
+        ]
+        for each, then in held if self.refused is None else ():
+            if type(each.value).__name__ in LOCKS and each.differs(then, run=True):
+                self.refuse(str(each.place), "forward", *LOCKED)
         for name in sorted(self._operators):
             self.class_name(torch.Tensor, name)
         for kind in {type(module()) for module, _ in self.modules.values()}:
@@ -380,7 +386,7 @@ class Reads(CallAnalysis):
                     continue
                 _, source, place = source
             for value in self._values(frame, source):
-                if place is None or not is_a(value, torch.Tensor) or not self._is_followed(frame, place):
+                if place is None or not self._is_followed(frame, place, value):
                     self.whole(value, frame.where, compared)
         for source in flow.iterated:
             for value in self._values(frame, source):
@@ -396,11 +402,12 @@ class Reads(CallAnalysis):
                         self._called(frame, place, value, call, source)
         self._operators |= flow.operators
 
-    def _is_followed(self, frame: Frame, place: int) -> bool:
-        """Whether a call runs only Python code, which is followed itself, or ``isinstance``."""
+    def _is_followed(self, frame: Frame, place: int, value: Any) -> bool:
+        """Whether a call does not look into an argument: ``isinstance``; for tensors Python code, which is followed."""
         sources = self._expanded(frame, frame.flow.calls[place].function)
         called = [getattr(each, "__func__", each) for one in sources for each in self._values(frame, one)]
-        return bool(called) and all(is_a(each, FunctionType | torch.nn.Module) or each is isinstance for each in called)
+        kinds = FunctionType | torch.nn.Module if is_a(value, torch.Tensor) else ()
+        return bool(called) and all(is_a(each, kinds) or each in (isinstance, callable, id) for each in called)
 
     def _write(self, frame: Frame, write: tuple) -> None:
         if write[0] == "global":

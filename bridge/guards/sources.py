@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bridge.guards.bytecode import DataFlow, Source
+from bridge.guards.bytecode import DataFlow, Source, is_local
 from bridge.guards.insides import Insides
 from bridge.guards.kinds import CONTAINERS, PLAIN, answer_of, is_a
 from bridge.guards.objects import ABSENT, ANY, FrameOf, Instance, class_entry, dict_of, identity_of, interesting
@@ -24,6 +24,8 @@ __all__ = ["Frame", "Sources"]
 
 _MOST_PASSES = 5000
 """The limit of passes over a function's assignments; a linked list takes as many as it has nodes."""
+_TOLD = (str, int, float)
+"""Types of values whose text is ``str(value)`` in an f-string."""
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "%": operator.mod}
 
 
@@ -131,6 +133,10 @@ class Sources(Insides):
             return found
         if kind == "op":
             return self._operated(frame, *source[1:])
+        if kind == "text":
+            found, by = self._plain(frame, source[2]), self._plain(frame, source[1])
+            told = [str(each) if by == [str] and type(each) in _TOLD else ANY for each in found]
+            return told or ([] if is_local(source) else [ANY])
         if kind == "var":
             busy, known = frame.variables.busy, (*source, "constants")
             if source[1] in busy:
@@ -268,9 +274,9 @@ class Sources(Insides):
 
     def _given(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
         """The possible values of an argument: objects, whose reads are noted, and plain values."""
-        exact = [frame.locals[each[1]] for each in sources if each[0] == "local" and each[1] in frame.locals]
+        exact = [value for each in sources if is_local(each) for value in self._plain(frame, each)]
         if exact and type(exact[0]) in PLAIN:
-            return exact
+            return exact[:1]
         found = {id(value): value for value in self._constants(frame, sources)}
         is_any = found.pop(id(ANY), None) is not None and not exact
         keeps = is_any and bool(found) and all(type(value) in PLAIN for value in found.values())

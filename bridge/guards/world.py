@@ -35,6 +35,7 @@ from bridge.guards.objects import (
     is_alive,
     is_changeable,
     is_ours,
+    special_methods_of,
 )
 from bridge.guards.tensor_reads import asked_of, is_asked
 from bridge.guards.watched import (
@@ -55,10 +56,8 @@ from bridge.guards.watched import (
 __all__ = ["REGISTRIES", "World"]
 
 _NOWHERE = Place("", "")
-_SPECIAL = "__getattribute__ __getattr__ __bool__ __len__ __eq__ __iter__ __contains__ __getitem__ __call__".split()
-"""Special methods that Python looks up in an object's class without a mention in forward's code."""
-_MEMORY = ("__array_interface__", "__array_struct__", "__dlpack__", "ctypes", "data")
-"""Attributes that give an array's or a buffer's address to code in C."""
+_STATE = ("__array_interface__", "__array_struct__", "__dlpack__", "ctypes", "data", "gi_frame", "cr_frame", "ag_frame")
+"""Attributes that give an array's or a buffer's address to code in C, or a generator's frame to forward."""
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 _OF_STATE_DICTS = ("_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")
 
@@ -310,7 +309,7 @@ class World(Changes):
             self.ask(asked_of, (self.original(owner), name), {}, f"{place}.{name}")
             return []
         self._class(owner)
-        if name in _MEMORY and not is_a(owner, torch.Tensor):
+        if name in _STATE and not is_a(owner, torch.Tensor):
             self.whole(owner)
         if raw is not ABSENT and hasattr(type(raw), "__set__"):  # it precedes the dictionary
             computed = is_a(raw, property) or is_a(class_entry(type(raw), "__get__"), FunctionType)
@@ -403,8 +402,13 @@ class World(Changes):
             if ("type", id(own)) not in self.items:
                 place = Place("", f"class of {self.place(owner) or type(own).__name__}")
                 self._note(("type", id(own)), Class(own, place))
-                for name in () if is_a(owner, torch.Tensor | nn.Module) else _SPECIAL:
-                    self.class_name(type(owner), name)
+                self.special_methods(type(owner))
+
+    def special_methods(self, kind: type) -> None:
+        """Notes that special methods of a class may be looked up."""
+        if is_changeable(kind) and not issubclass(kind, torch.Tensor | nn.Module):
+            self.bases.setdefault(kind)
+            self.ask(special_methods_of, (kind,), {}, f"a lookup of special methods in class {kind.__name__}")
 
     def _looked_up(self, module: nn.Module, name: str) -> None:
         self.modules.setdefault(id(module), (weakref.ref(module), set()))[1].add(name)

@@ -69,6 +69,7 @@ MODES = (
     Mode("inference mode", torch.is_inference_mode_enabled, is_capturable=True),
     Mode("autocast", autocast_setting, is_capturable=True, is_on=partial(torch.is_autocast_enabled, HOST.type)),
     Mode("default dtype", torch.get_default_dtype, is_capturable=True),
+    Mode("numbers below the smallest normal one", (5e-324).__bool__, is_capturable=True),
     Mode("deterministic algorithms", deterministic_algorithms, is_capturable=True),
     Mode("validation of distributions", distributions_validate, is_capturable=True),
     Mode("forward-mode differentiation", forward_ad_level, lambda level: level >= 0),

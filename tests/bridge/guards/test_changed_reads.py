@@ -214,6 +214,29 @@ signature of a function: def f(a): pass
   | 1. + len(inspect.signature(f).parameters) | f.__signature__ = inspect.Signature()
 checks of distributions: | 2. + torch.distributions.Distribution._validate_args
   | torch.distributions.Distribution.set_default_validate_args(False)
+attribute by a number in its name: H = NS(w0=2., w1=1.) | sum(getattr(H, f'w{i}') for i in range(2)) | H.w0 = 3.
+attribute by two parts of its name: H = NS(w0_1=2.)
+  ~def f(a, b): return getattr(H, f'w{a}_{b}') | f(0, 1) | H.w0_1 = 3.
+attribute by another str: H = NS(w0=2., w1=1.)~str = lambda i: '0' | getattr(H, 'w' + str(1)) | H.w0 = 3.
+late operator of a float: class C(float): pass~H = C(2.) | H * 1. | C.__mul__ = lambda s, o: 3.
+late sign of an int: class C(int): pass~H = C(2) | abs(H) * 1. | C.__abs__ = lambda s: 3
+late text operator: class C(str): pass~H = C('2') | float(H + '0') | C.__add__ = lambda s, o: '3'
+late reflected operator: class A:~    def __add__(s, o): return 2.~class C(A): pass~H = A(), C()
+  | H[0] + H[1] | C.__radd__ = lambda s, o: 3.
+late comparison: class A:~    def __gt__(s, o): return True~class C: pass~H = C()
+  | 2. + (H < A()) | C.__lt__ = lambda s, o: 0
+late operator of a new object: class A: __add__ = lambda s, o: 2.~class C(A): pass
+  | C() + 1. | C.__add__ = lambda s, o: 3.
+place of a list's iterator: H = iter([1, 2, 3]) | 2. + operator.length_hint(H) | next(H)
+iterator copied: H = iter([2., 3.]) | next(copy.copy(H)) | next(H)
+numbers of an iterator: H = enumerate('ab') | 2. + H.__reduce__()[1][1] | next(H)
+frame of a generator: def g():~    k = 2.~    while True:~        yield k~        k += 1.~H = g(); next(H)
+  | H.gi_frame.f_locals['k'] | next(H)
+state of a generator: def g(): yield 1~H = g() | 2. + (inspect.getgeneratorstate(H) == 'GEN_CREATED') | next(H)
+future: H = torch.futures.Future(); H.set_result(2.) | H.wait() | H = torch.futures.Future(); H.set_result(3.)
+future that gets a value: H = torch.futures.Future() | 2. + (H.value() if H.done() else 0.) | H.set_result(3.)
+file by lines: import linecache~K = 'tests_lines'; linecache.cache[K] = (1, None, ['2'], K)
+  | float(linecache.getline(K, 1)) | linecache.cache[K] = (1, None, ['3'], K)
 format_map: H = NS(d={'k': 2}) | float('{k}'.format_map(getattr(H, 'd'))) | H.d['k'] = 3
 """
 HITS = """
@@ -247,6 +270,16 @@ equal time: import datetime; H = datetime.datetime(2020, 1, 2) | float(H.day) | 
 equal deque: H = collections.deque([2.]) | H[0] | H = collections.deque([2.])
 equal set: H = {1, 2} | float(len(H)) | H = {2, 1}
 equal with slots: @dataclasses.dataclass(slots=True)~class C: k: float = 2.~H = C() | H.k | H = C()
+other name with a number: H = NS(w0=2., w1=1., z=1) | sum(getattr(H, f'w{i}') for i in range(2)) | H.z = 2
+other name by str: H = NS(w0=2., z=1)~def f(n): return getattr(H, 'w' + str(n)) | f(0) | H.z = 2
+other name in a variable: H = NS(w0=2., z=1)~def f(n):~    name = f'w{n}'~    return getattr(H, name) | f(0) | H.z = 2
+isinstance of a list: H = [1] | 2. + isinstance(H, list) | H.append(2)
+lock tried: H = threading.Lock()~def f():~    if H.acquire(timeout=1): H.release()~    return 2. | f() | pass
+lock of processes: H = multiprocessing.RLock()~def f():~    H.acquire()~    try: return 2.~    finally: H.release()
+  | f() | pass
+set and reset in forward: V = contextvars.ContextVar('v', default=2.)~def f():~    t = V.set(5.)
+  ~    try: return V.get() - 3.~    finally: V.reset(t)
+  | f() | pass
 lock: H = threading.Lock()~def f():~    with H: return 2. | f() | H.acquire(); H.release()
 lock that its thread may take again: H = threading.RLock()~def f():~    with H: return 2. | f() | pass
 condition: H = threading.Condition()~def f():~    with H: return 2. | f() | pass
@@ -269,6 +302,13 @@ foreign function: L = ctypes.CDLL(None) | 2. + bool(L.getenv(b'TESTS_YY')) | a l
 weak references to an object: class C: pass~H = C() | 2. + weakref.getweakrefcount(H) | what else the process holds
 holders of an object: H = NS() | 2. + len(gc.get_referrers(H)) | what else the process holds
 the system's random numbers: | 2. + (os.urandom(1) == b'a') | on chance
+lock that stays acquired: H = threading.RLock() | 2. + H.acquire() | leaves it so
+lock that is released: H = threading.Lock(); H.acquire() | (H.release(), 2.)[1] | leaves it so
+semaphore of processes: H = multiprocessing.Semaphore(2) | 2. + H.acquire() | leaves it so
+event of processes: H = multiprocessing.Event() | (H.set(), 2.)[1] | changes files, the process
+token of before: V = contextvars.ContextVar('v'); T = [V.set(2.)]
+  | (V.reset(T.pop()), 2.)[1] | resets a context variable
+error at the second call: L = [1] | 1. + L.pop() | forward changes at every call
 copied generator: import random; H = random.Random(1) | copy.copy(H).random() | a generator that is not torch's
 """
 

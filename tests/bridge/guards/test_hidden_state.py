@@ -17,6 +17,7 @@ import queue
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 import xml.etree.ElementTree as ET
@@ -124,6 +125,21 @@ STATE = {
         lambda h: 2.0 + torch.is_autocast_cache_enabled(),
         lambda h: torch.set_autocast_cache_enabled(False),
     ),
+    "torch's print options": (
+        lambda path: torch.ones(3) / 3,
+        lambda h: float(len(f"{h}")),
+        lambda h: torch.set_printoptions(precision=8),
+    ),
+    "numbers that are flushed": (
+        lambda path: 1e-310,
+        lambda h: 2.0 + (h * 0.5 == 0.0),
+        lambda h: torch.set_flush_denormal(True),
+    ),
+    "the folder of temporary files": (
+        lambda path: None,
+        lambda h: float(len(tempfile.gettempdir())),
+        lambda h: setattr(tempfile, "tempdir", "/tmp/tests"),
+    ),
     "flags of attention": (
         lambda path: None,
         lambda h: 2.0 + torch.backends.cuda.math_sdp_enabled(),
@@ -193,6 +209,9 @@ def process(monkeypatch):
     torch.set_autocast_dtype("cpu", dtype)
     torch.set_autocast_cache_enabled(True)
     torch.backends.cuda.enable_math_sdp(True)
+    torch.set_printoptions(profile="default")
+    torch.set_flush_denormal(False)
+    tempfile.tempdir = None
     if KEEP:
         Kind.method = KEEP.pop()
 
