@@ -1,151 +1,25 @@
-"""Loops among recorded calls: rows -> loops whose steps are proven to be the same function of their inputs.
-
-:mod:`autodiff.scan.prove` makes the proof; this module adapts it to recorded calls. Beside carries, constants and parts
-of a tensor, a row may read a tensor that is
-
-* *written* part by part: the same row of the step before has written it, and each step writes the next part.
-
-The number of a row may differ from step to step: the numbers of all steps are a sequence. In the first steps autograd
-may not yet track values that it tracks later, because the initial state requires no grad. The function is the same.
-"""
+"""Loops of recorded calls: what autograd reaches from a step's carries, the dropout masks of its steps; loops that stay
+unrolled."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from autodiff.scan.prove import (
-    FURTHEST,
-    Carry,
-    Constant,
-    Local,
-    Part,
-    Producer,
-    ProvenLoop,
-    Rows,
-    StepParts,
-    step_parts,
-)
+from autodiff.scan.prove import Carry, Local, Producer, StepParts
 from bridge.base.errors import Unsupported
 from bridge.base.log import channel
-from bridge.base.torch_internals import aten, is_dense
-from bridge.capture.loops.row_calls import NotRolledError, RowCalls
+from bridge.base.torch_internals import is_dense
+from bridge.capture.loops.row_calls import CallLoop, NotRolledError, Role, RowCalls
 from bridge.capture.observation import Draw, StepMasks
 from bridge.capture.rows import Record, values_in
 
-__all__ = ["FUSED", "MOST_OPERATORS", "CallLoop", "CallRows", "Role", "draw_of_steps", "dropping", "reached_from"]
-__all__ += ["unrolled_rows"]
+__all__ = ["FUSED", "MOST_OPERATORS", "draw_of_steps", "dropping", "reached_from", "unrolled_rows"]
 
 log = channel("dispatch")
-
-
-Role = Local | Carry | Constant | StepParts
-
-
-@dataclass
-class CallLoop(ProvenLoop):
-    """A proven loop.
-
-    Attributes:
-        written: row of a step -> the parts of a tensor that it writes, one per step. Its role is the part's new value.
-        numbers: row of a step whose number differs between steps -> the numbers of all steps.
-    """
-
-    written: dict[int, StepParts] = field(default_factory=dict)
-    numbers: dict[int, tuple[int | float, ...]] = field(default_factory=dict)
-
-    @property
-    def carried(self) -> set[Producer]:
-        """The carried values, including tensors that rows write."""
-        return super().carried | {Producer(row, 0) for row in self.written}
-
-    @property
-    def given(self) -> list[Any]:
-        """The loop's inputs, including tensors that rows write."""
-        return super().given + [parts.of for parts in self.written.values()]
-
-
-class CallRows(Rows):
-    """Recorded calls as rows for the proof; values are numbers."""
-
-    def __init__(self, calls: RowCalls):
-        self.calls, self.made, self.needed = calls, calls.made, calls.needed
-        self.kinds, self.reads = [row.kind for row in calls.rows], [row.reads for row in calls.rows]
-        self.taken = [row.part for row in calls.rows]
-        self.readers = Counter(value for row in calls.rows for value in row.reads)
-        self.readers.update(self.needed)
-
-    def loop(self, start: int, period: int, steps: int) -> CallLoop:
-        return CallLoop(start, period, steps)
-
-    def part(self, value: int) -> Part | None:
-        return self.calls.part(value)
-
-    def columns(self, loop: CallLoop, index: int) -> list[Sequence[int]] | None:
-        """The values that a row reads in all steps, by operand (of a write of a part, its new value), or ``None``."""
-        numbers = loop.group(index)
-        group = [self.calls.rows[number] for number in numbers]
-        if not self._draws_alike(numbers):
-            return None
-        if len({repr(each.number) for each in group}) > 1:
-            loop.numbers[index] = tuple(each.number for each in group)
-        columns = list(zip(*(each.reads for each in group), strict=True))
-        if group[0].into is None:
-            return columns
-        written = self._written(group, loop)
-        if written is None:
-            return None
-        loop.written[index] = written
-        return columns[1:2]
-
-    def is_own(self, loop: CallLoop, index: int, roles: Sequence[Role]) -> bool:
-        """Whether a row writes only memory that is carried or made in the step, and that no value outside shares."""
-        row = self.calls.rows[loop.start + index]
-        for place, of in enumerate(() if index in loop.written else row.through):
-            role = roles[of]
-            own = isinstance(role, Local) and role.row not in loop.taken
-            if not own and not (isinstance(role, Carry) and place < row.targets):
-                return False
-        return True
-
-    def is_whole(self, loop: CallLoop) -> bool:
-        """Whether a loop carries a value or only draws, and autograd tracks all steps alike."""
-        step = self.calls.rows[loop.start : loop.start + loop.period]
-        if not super().is_whole(loop) and any(row.reads or row.makes for row in step):
-            return False
-        return all(self._is_followed_alike(loop, index) for index in range(loop.period))
-
-    def _draws_alike(self, numbers: Sequence[int]) -> bool:
-        """Whether rows draw nothing, or dropout masks with one metadata."""
-        found = {self.calls.drawn.get(number) for number in numbers if self.calls.drawn}
-        drops = self.calls.rows[numbers[0]].row.op is aten.dropout.default
-        return not found - {None} or (len(found) == 1 and drops)
-
-    def _written(self, group: Sequence[Any], loop: CallLoop) -> StepParts | None:
-        """The parts that rows write, each into the tensor that the row of the step before made and only it reads."""
-        first = group[0].reads[0]
-        if self.calls.made[first].row >= loop.start:
-            return None
-        if any(later.reads[0] != before.makes[0] for before, later in pairwise(group)):
-            return None
-        if any(self.readers[each.makes[0]] > 1 for each in group[:-1]):
-            return None
-        parts = step_parts([each.into._replace(of=first) for each in group])
-        return None if parts is None or abs(parts.step) != parts.extent else parts
-
-    def _is_followed_alike(self, loop: CallLoop, index: int) -> bool:
-        """Whether autograd tracks a row's results in all steps or in none, the first steps aside."""
-        forms, group = self.calls.forms, [self.calls.rows[number] for number in loop.group(index)]
-        last = [forms[value].requires_grad for value in group[-1].makes]
-        if any(forms[value].requires_grad > now for each in group for value, now in zip(each.makes, last, strict=True)):
-            return False
-        return all([forms[value].requires_grad for value in each.makes] == last for each in group[FURTHEST:])
 
 
 def reached_from(loop: CallLoop, calls: RowCalls) -> dict[Carry, list[Role]]:

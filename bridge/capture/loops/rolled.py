@@ -22,8 +22,6 @@ from bridge.base.torch_fakes import meta_tensor
 from bridge.base.torch_internals import OpOverload, aten, schema, storage_id
 from bridge.capture.loops.find import (
     FUSED,
-    CallLoop,
-    CallRows,
     draw_of_steps,
     dropping,
     reached_from,
@@ -32,6 +30,7 @@ from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 from bridge.capture.loops.row_calls import (
     COMPARING,
     CREATING,
+    CallLoop,
     NotRolledError,
     RowCall,
     RowCalls,
@@ -90,11 +89,11 @@ def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> 
     try:
         record = casts_first(record)
         calls = calls_of(record, results, draws)
-        loops = find_loops(rows := CallRows(calls))
+        loops = find_loops(calls)
         left_out = sum(loop.period * (loop.steps - 1) for loop in loops)
         if 2 * left_out < len(calls.rows) or not loops:
             return None
-        return _Roller(record, calls, rows, loops).rolled
+        return _Roller(record, calls, loops).rolled
     except NotRolledError as error:
         log.debug("loops are left as they are: %s", error)
         return None
@@ -103,9 +102,9 @@ def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> 
 class _Roller(LoopReplay):
     """Replays a record's calls, some of them as loops, into a new record."""
 
-    def __init__(self, record: Record, calls: RowCalls, rows: CallRows, loops: Sequence[CallLoop]):
+    def __init__(self, record: Record, calls: RowCalls, loops: Sequence[CallLoop]):
         self.calls, self.out, self.call = calls, (out := MadeRows(record)), out.call
-        super().__init__(rows, loops, out)
+        super().__init__(calls, loops, out)
         self.rolled = Rolled(out.record, sets=bool(calls.last))
         self.made.update((value, ValueRef(leaf)) for value, (row, leaf) in enumerate(calls.made) if row < 0)
         self.run()

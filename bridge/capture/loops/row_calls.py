@@ -4,24 +4,45 @@ A write in place gives the written tensor, and each tensor that shares its memor
 So a call depends only on the values that it reads. Two calls of one kind are the same operator with the same constants,
 on tensors with the same layouts. Calls that take a part of a tensor (``x[:, 3]``) may differ in the part's start. A
 write of a part (``out[t] = h``: a view, and a copy into it) is one call.
+
+:mod:`autodiff.scan.prove` proves that the steps of a loop are one function. Beside carries, constants and parts of a
+tensor, a call may read a tensor that is *written* part by part: the same call of the step before has written it, and
+each step writes the next part. The numbers of one call in all steps are a sequence. In the first steps autograd may not
+yet track values that it tracks later, because the initial state requires no grad. The function is the same.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from autodiff.scan.prove import Part, Producer
+from autodiff.lazy import cached_property
+from autodiff.scan.prove import (
+    FURTHEST,
+    Carry,
+    Constant,
+    Local,
+    Part,
+    Producer,
+    ProvenLoop,
+    Rows,
+    StepParts,
+    step_parts,
+)
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.observation import Draw
 from bridge.capture.passes.decompositions import may_raise
 from bridge.capture.rows import Form, Record, Row, ValueRef, key_of, mapped, values_in, written
 
-__all__ = ["COMPARING", "CREATING", "NotRolledError", "RowCall", "RowCalls", "calls_of"]
+__all__ = ["COMPARING", "CREATING", "CallLoop", "NotRolledError", "Role", "RowCall", "RowCalls", "calls_of"]
+
+Role = Local | Carry | Constant | StepParts
 
 
 class NotRolledError(Exception):
@@ -97,8 +118,31 @@ class RowCall(NamedTuple):
 
 
 @dataclass
-class RowCalls:
-    """The calls of a record.
+class CallLoop(ProvenLoop):
+    """A proven loop.
+
+    Attributes:
+        written: row of a step -> the parts of a tensor that it writes, one per step. Its role is the part's new value.
+        numbers: row of a step whose number differs between steps -> the numbers of all steps.
+    """
+
+    written: dict[int, StepParts] = field(default_factory=dict)
+    numbers: dict[int, tuple[int | float, ...]] = field(default_factory=dict)
+
+    @property
+    def carried(self) -> set[Producer]:
+        """The carried values, including tensors that rows write."""
+        return super().carried | {Producer(row, 0) for row in self.written}
+
+    @property
+    def given(self) -> list[Any]:
+        """The loop's inputs, including tensors that rows write."""
+        return super().given + [parts.of for parts in self.written.values()]
+
+
+@dataclass
+class RowCalls(Rows):
+    """The calls of a record, as rows for the proof of loops; values are numbers.
 
     Attributes:
         rows: the calls, in order; a call that no step may have has a kind of its own.
@@ -117,6 +161,23 @@ class RowCalls:
     effects: set[int] = field(default_factory=set)
     results: list[Any] = field(default_factory=list)
     last: dict[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def kinds(self) -> list[Hashable]:
+        return [row.kind for row in self.rows]
+
+    @cached_property
+    def reads(self) -> list[Sequence[int]]:
+        return [row.reads for row in self.rows]
+
+    @cached_property
+    def taken(self) -> list[Part | None]:
+        return [row.part for row in self.rows]
+
+    @cached_property
+    def readers(self) -> Counter[int]:
+        """Value -> how often it is read."""
+        return Counter([value for row in self.rows for value in row.reads] + [*self.needed])
 
     @property
     def needed(self) -> set[int]:
@@ -144,6 +205,69 @@ class RowCalls:
         if op is aten.unbind.int:
             return Part(of, dim, leaf, 1, True)
         return Part(of, dim, leaf * first[dim], first[dim], False)
+
+    def loop(self, start: int, period: int, steps: int) -> CallLoop:
+        return CallLoop(start, period, steps)
+
+    def columns(self, loop: CallLoop, index: int) -> list[Sequence[int]] | None:
+        """The values that a row reads in all steps, by operand (of a write of a part, its new value), or ``None``."""
+        numbers = loop.group(index)
+        group = [self.rows[number] for number in numbers]
+        if not self._draws_alike(numbers):
+            return None
+        if len({repr(each.number) for each in group}) > 1:
+            loop.numbers[index] = tuple(each.number for each in group)
+        columns = list(zip(*(each.reads for each in group), strict=True))
+        if group[0].into is None:
+            return columns
+        written = self._written(group, loop)
+        if written is None:
+            return None
+        loop.written[index] = written
+        return columns[1:2]
+
+    def is_own(self, loop: CallLoop, index: int, roles: Sequence[Role]) -> bool:
+        """Whether a row writes only memory that is carried or made in the step, and that no value outside shares."""
+        row = self.rows[loop.start + index]
+        for place, of in enumerate(() if index in loop.written else row.through):
+            role = roles[of]
+            own = isinstance(role, Local) and role.row not in loop.taken
+            if not own and not (isinstance(role, Carry) and place < row.targets):
+                return False
+        return True
+
+    def is_whole(self, loop: CallLoop) -> bool:
+        """Whether a loop carries a value or only draws, and autograd tracks all steps alike."""
+        step = self.rows[loop.start : loop.start + loop.period]
+        if not super().is_whole(loop) and any(row.reads or row.makes for row in step):
+            return False
+        return all(self._is_followed_alike(loop, index) for index in range(loop.period))
+
+    def _draws_alike(self, numbers: Sequence[int]) -> bool:
+        """Whether rows draw nothing, or dropout masks with one metadata."""
+        found = {self.drawn.get(number) for number in numbers if self.drawn}
+        drops = self.rows[numbers[0]].row.op is aten.dropout.default
+        return not found - {None} or (len(found) == 1 and drops)
+
+    def _written(self, group: Sequence[Any], loop: CallLoop) -> StepParts | None:
+        """The parts that rows write, each into the tensor that the row of the step before made and only it reads."""
+        first = group[0].reads[0]
+        if self.made[first].row >= loop.start:
+            return None
+        if any(later.reads[0] != before.makes[0] for before, later in pairwise(group)):
+            return None
+        if any(self.readers[each.makes[0]] > 1 for each in group[:-1]):
+            return None
+        parts = step_parts([each.into._replace(of=first) for each in group])
+        return None if parts is None or abs(parts.step) != parts.extent else parts
+
+    def _is_followed_alike(self, loop: CallLoop, index: int) -> bool:
+        """Whether autograd tracks a row's results in all steps or in none, the first steps aside."""
+        forms, group = self.forms, [self.rows[number] for number in loop.group(index)]
+        last = [forms[value].requires_grad for value in group[-1].makes]
+        if any(forms[value].requires_grad > now for each in group for value, now in zip(each.makes, last, strict=True)):
+            return False
+        return all([forms[value].requires_grad for value in each.makes] == last for each in group[FURTHEST:])
 
 
 def calls_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> RowCalls:
