@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bridge.base.torch_internals import no_frames_compiled
+from bridge.base.torch_higher_order import no_frames_compiled
 from bridge.capture import AsPython
 
 __all__ = ["written_out"]
