@@ -51,7 +51,7 @@ from bridge.compile.passes.patterns import (
     generate_pool_gradients,
     name_normal_functions,
 )
-from bridge.compile.passes.sections import read_parts_apart, recompute_sections, recompute_slices
+from bridge.compile.passes.sections import recompute_sections, recompute_slices
 from bridge.compile.runtime.build import WeakCache
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.link import assemble
@@ -219,7 +219,6 @@ class _Graphs:
             translate(func, self._backend, drawn, dict(options.given_orders)), self._backend
         )
         neutral = add_moments_at_once(neutral, self._backend)
-        neutral = read_parts_apart(neutral, self._backend)
         neutral = pad_products(neutral, policy.unit)
         counts = options.grad_outs, options.constants, lasting
         placed = choose_layouts(neutral, self._backend, policy, *counts, dict(options.orders))

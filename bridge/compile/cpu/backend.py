@@ -79,7 +79,6 @@ LIMITS = Limits.of(
     joined_rows=8,
     section_operators=4,
     section_elements=0,
-    parts_apart=8,
     free_reads=4,
     access_bytes=0,
     single_elements=0,

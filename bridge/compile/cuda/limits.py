@@ -96,7 +96,6 @@ LIMITS = Limits.of(
     joined_rows=8,
     section_operators=4,
     section_elements=2**18,
-    parts_apart=0,
     free_reads=4,
     access_bytes=ACCESS_BYTES,
     single_elements=2**17,

@@ -189,14 +189,9 @@ class LibraryCall:
 
 @dataclass(frozen=True, eq=False)
 class LoopCall(LibraryCall):
-    """A scan (:mod:`autodiff.scan`): operands are dense tensors, ``outs`` its last carries and ys.
-
-    ``apart``: xs, by number, whose part for the last executed step is a separate tensor of extent 1 along the steps.
-    These tensors are the last operands, in this order.
-    """
+    """A scan (:mod:`autodiff.scan`): operands are dense tensors, ``outs`` its last carries and ys."""
 
     scan: Scan | None = None
-    apart: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

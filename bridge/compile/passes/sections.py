@@ -7,16 +7,12 @@ A small concatenation, whose launch takes longer than its arithmetic, recomputes
 Slices: a slice of the result of cheap arithmetic → the arithmetic on slices of its operands. Example: ``exp(y[:, :4])``
 and ``z + y[:, 4:]`` read ``y = x * s``: two products of halves, and ``y`` is dead. If only slices of a value are read,
 and no element twice, any arithmetic is: the kernel that applies an LSTM's activations adds up its gates.
-
-Separate parts: loops that read a concatenation in parts → they read its operands. The backward of a loop reads the
-state before each step: the first state, then the forward's stacked states except the last. The last executed step reads
-the first state in its own memory, all other steps the forward's stack, and the concatenation is never made.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
@@ -24,11 +20,7 @@ from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
     Concat,
-    Dense,
     Graph,
-    Join,
-    LayoutAgnostic,
-    LoopCall,
     Node,
     Operand,
     Pointwise,
@@ -40,7 +32,7 @@ from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.cheap import Producers, box_of_arithmetic
 from bridge.compile.schedule.limits import Rules
 
-__all__ = ["Placed", "read_parts_apart", "recompute_sections", "recompute_slices"]
+__all__ = ["Placed", "recompute_sections", "recompute_slices"]
 
 
 def recompute_sections(graph: Graph, rules: Rules) -> Graph:
@@ -219,48 +211,6 @@ class _Slices:
         out = Value(name, part.shape, part.dtype)
         self.add(Pointwise(producer.op, tuple(reads), out))
         return whole(out)
-
-
-def read_parts_apart(graph: Graph, rules: Rules) -> Graph:
-    """Lets loops read the parts of a concatenation without other consumers; the same graph if there are none."""
-    most = rules.limits.concats.parts_apart
-    if not most or not any(isinstance(node, LoopCall) for node in graph.nodes):
-        return graph
-    readers = Counter(
-        operand.value for node in graph.nodes for operand in node.operands if isinstance(operand, Operand)
-    )
-    made = {node.out: node for node in graph.nodes if isinstance(node, Dense | Join) and readers[node.out] == 1}
-    nodes: list[Node | LayoutAgnostic] = []
-    for node in graph.nodes:
-        nodes += _apart(node, made, most) if isinstance(node, LoopCall) else [node]
-    return graph if len(nodes) == len(graph.nodes) else replace(graph, nodes=nodes)
-
-
-def _apart(call: LoopCall, made: dict[Value, Node | LayoutAgnostic], most: int) -> list[Node | LayoutAgnostic]:
-    """The nodes that replace a loop."""
-    operands, before = list(call.operands), []
-    apart, tensors = [], []
-    for x in range(call.scan.xs):
-        join = _joined(operands[call.scan.carries + x], made)
-        if join is None or len(apart) == most:
-            continue
-        one, others = join.operands if call.scan.reverse else join.operands[::-1]
-        if isinstance(others, Scalar) or not same(one.shape[0], 1):
-            continue
-        tensor = Value(join.out.name, one.shape, one.dtype)
-        before.append(Pointwise("copy", (one,), tensor) if isinstance(one, Scalar) else Dense(one, tensor))
-        operands[call.scan.carries + x] = others
-        apart.append(x)
-        tensors.append(whole(tensor))
-    return [*before, replace(call, operands=(*operands, *tensors), apart=tuple(apart))] if apart else [call]
-
-
-def _joined(operand: Operand, made: dict[Value, Node | LayoutAgnostic]) -> Join | None:
-    """The concatenation of two tensors along the steps that makes an operand, or ``None``."""
-    node = made.get(operand.value)
-    while isinstance(node, Dense) and node.operand.is_whole:
-        node = made.get(node.operand.value)
-    return node if isinstance(node, Join) and node.axis == 0 and len(node.operands) == 2 else None
 
 
 class Placed:

@@ -281,8 +281,7 @@ class _Linker:
         self.constants.update(zip(constants, (tensor for _, tensor in body.constants), strict=True))
         scan = node.scan
         memory = Value(f"{prefix}memory", (scratch_bytes(body.layout, scan.carries),), "uint8")
-        given = len(node.operands) - len(node.apart)
-        operands = [*node.operands[:given], *map(whole, constants), *node.operands[given:]]
+        operands = [*node.operands, *map(whole, constants)]
         for operand in operands:
             self.operand(operand)
         reads = tuple(map(self.operand, operands))
@@ -307,7 +306,6 @@ class _Linker:
                 scan.reverse,
                 tuple(slot for slot, _ in body.constants),
                 inside,
-                node.apart,
             )
         )
 

@@ -2,8 +2,7 @@
 
 One step's part of a stacked tensor (steps first) is a view, and a kernel of the body writes a result straight into its
 part. The next step reads a carry there if the carry is also stacked; any other carry alternates between two places, so
-that no step overwrites its own input, and the last step writes into the loop's result. The last executed step may
-read a separate tensor instead of a part.
+that no step overwrites its own input, and the last step writes into the loop's result.
 
 If the backend has a driver and the body is kernels alone, the driver runs the steps with addresses in place of tensors,
 see :mod:`bridge.compile.runtime.loop_frame`. Tensors in a loop's scratch memory are made once per memory: making one
@@ -127,7 +126,6 @@ class _LoopAction:
         read.update(layout.results)
         self._parts = [(x, slot) for x, slot in enumerate(slots[carries : carries + loop.xs]) if slot in read]
         self._fixed = [*slots[carries + loop.xs :], *loop.constants]
-        self._apart = [(place, slots[carries + x]) for place, x in enumerate(loop.apart) if slots[carries + x] in read]
         lasting = set(slots[carries:])
         fresh = {register.slot: register for register in layout.fresh}
         memory = {slot: _memory_of(slot, loop) for slot in layout.results}
@@ -178,13 +176,12 @@ class _LoopAction:
         loop = self._loop
         *outs, scratch = [registers[slot] for slot in loop.writes]
         given = [registers[slot] for slot in loop.reads]
-        carries, xs, count = loop.carries, loop.xs, len(loop.reads) - len(loop.apart)
-        lasts = {slot: given[count + place][0] for place, slot in self._apart}
+        carries, xs = loop.carries, loop.xs
         filled, others = self._in_memory(scratch)
         is_odd = loop.length % 2 == 1
         places = [(out, other) if is_odd else (other, out) for out, other in zip(outs, others, strict=False)]
         body = filled.copy()
-        for slot, tensor in zip(self._fixed, given[carries + xs : count], strict=True):
+        for slot, tensor in zip(self._fixed, given[carries + xs :], strict=True):
             body[slot] = tensor
         for make_view in self._first:
             make_view(body)
@@ -196,10 +193,10 @@ class _LoopAction:
         wholes = {slot: _filled_apart(given[carries + x]) for x, slot in self._parts}
         wholes |= {each.slot: _shaped(stacks[y], each.shape) for y, each in self._written}
         if self._frames is None:
-            self._run_steps(body, wholes, lasts, places, stacks)
+            self._run_steps(body, wholes, places, stacks)
         else:
             turns = {slot: places[carry] for carry, slot in self._carries.turns}
-            self._drive_steps(self._frames, body, wholes, lasts, turns)
+            self._drive_steps(self._frames, body, wholes, turns)
         for out, slot in zip(outs, self._carries.slots, strict=False):
             if body[slot] is not out:
                 out.copy_(body[slot])
@@ -211,7 +208,6 @@ class _LoopAction:
         self,
         body: list,
         wholes: Mapping[int, torch.Tensor],
-        lasts: Mapping[int, torch.Tensor],
         places: Sequence[Sequence[torch.Tensor]],
         stacks: Sequence[torch.Tensor],
     ) -> None:
@@ -220,13 +216,11 @@ class _LoopAction:
         Args:
             body: registers, all except per-step tensors filled.
             wholes: slot → the stacked tensor of which each step reads or writes a part.
-            lasts: slot → the separate tensor that the last executed step reads.
             places: two of each carry.
             stacks: the ys.
         """
         actions = self._actions
         taken = {slot: self._steps_of(whole) for slot, whole in wholes.items()}
-        taken |= {slot: (*taken[slot], last) for slot, last in lasts.items()}
         taken |= {slot: cycle(places[carry]) for carry, slot in self._carries.turns}
         copied = [(slot, iter(self._steps_of(stacks[y]))) for y, slot in self._copied]
         moved = [(carry, slot, cycle(places[carry])) for carry, slot in self._carries.moved]
@@ -250,7 +244,6 @@ class _LoopAction:
         frames: LoopFrames,
         body: list,
         wholes: Mapping[int, torch.Tensor],
-        lasts: Mapping[int, torch.Tensor],
         turns: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
         """Runs all steps by a driver; ``turns``: slot → the places of a carry."""
@@ -267,11 +260,9 @@ class _LoopAction:
             return registers
 
         addresses = self._addresses(frames.slots, body, wholes, turns)
-        frames.run(length - bool(lasts), first, addresses)
-        if lasts:
-            frames.run(1, first, self._last_addresses(addresses, lasts))
+        frames.run(length, first, addresses)
         for slot in self._views.ending.intersection(wholes):
-            body[slot] = lasts[slot] if slot in lasts else wholes[slot][end]
+            body[slot] = wholes[slot][end]
         for slot in self._views.ending.intersection(turns):
             body[slot] = turns[slot][(length - 1) % 2]
         for make_view in self._views.last:
@@ -316,20 +307,6 @@ class _LoopAction:
             return Addresses(here, here, here, 0)
 
         return {slot: address(slot) for slot in slots}
-
-    def _last_addresses(
-        self, addresses: Mapping[int, Addresses], lasts: Mapping[int, torch.Tensor]
-    ) -> dict[int, Addresses]:
-        """The addresses in the last executed step."""
-        found = {}
-        for slot, usual in addresses.items():
-            of, count = slot, 0
-            while of not in lasts and of not in self._carries.following and of in self._views.bases:
-                of, more = self._views.bases[of]
-                count += more
-            here = lasts[of].data_ptr() + count if of in lasts else usual.at(self._loop.length - 1)
-            found[slot] = Addresses(here, here, here, 0)
-        return found
 
     def _steps_of(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The parts of a stacked tensor, in the order of execution."""

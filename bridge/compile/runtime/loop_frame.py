@@ -29,9 +29,8 @@ class RunLoop:
     """Runs a body for ``length`` steps (an extent is known when the program is bound), the last first if ``reverse``.
 
     ``reads``: the initial carries, stacked tensors of which each step reads its part, tensors that every step reads,
-    then ``constants``, which fill these slots of the body, then separate parts of the xs ``apart`` (see
-    :class:`~bridge.compile.loop_ir.graph.LoopCall`). ``writes``: the last carries, stacked tensors of which each step
-    fills its part, and scratch memory: the body's arena and a place for each carry.
+    then ``constants``, which fill these slots of the body. ``writes``: the last carries, stacked tensors of which each
+    step fills its part, and scratch memory: the body's arena and a place for each carry.
 
     The body has its own registers: parameters are carries, xs' parts, and common tensors; results are carries, parts.
     """
@@ -49,7 +48,6 @@ class RunLoop:
     reverse: bool = False
     constants: tuple[int, ...] = ()
     contents: StepContents = field(default=StepContents(), repr=False)
-    apart: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         order = ", last first" if self.reverse else ""
@@ -100,12 +98,6 @@ class Addresses(NamedTuple):
     def behind(self, count: int) -> Addresses:
         """These addresses plus ``count`` bytes."""
         return Addresses(self.first + count, self.second + count, self.third + count, self.added)
-
-    def at(self, step: int) -> int:
-        """The address in a step."""
-        if not step:
-            return self.first
-        return (self.second if step % 2 else self.third) + (step - 1) // 2 * self.added
 
 
 def is_framed(launches: Sequence[tuple[Launch, Callable]]) -> bool:

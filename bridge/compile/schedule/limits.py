@@ -111,14 +111,12 @@ class ConcatLimits:
         joined_rows: minimum of a concatenation in generated code: the library copies fewer rows by columns.
         section_operators: depth of an operand's arithmetic that is recomputed inside its section.
         section_elements: maximum of a concatenation whose point-wise producers are all recomputed.
-        parts_apart: maximum number of concatenations that a loop reads as separate parts; 0: none.
     """
 
     joined_sections: int
     joined_rows: int
     section_operators: int
     section_elements: int
-    parts_apart: int
 
 
 @dataclass(frozen=True)
