@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import tvm
@@ -12,14 +11,12 @@ from tvm import tirx
 from tvm.ir import PointerType, PrimType
 from tvm.tirx import Bind, Buffer, BufferLoad, DeclBuffer, Expr, For, ForKind, PrimFunc, SeqStmt, Stmt, Var
 
-from autodiff.extents import Dim
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import Emitter
 from bridge.compile.codegen.pointwise import compute_type, different
-from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.operations import Argument, Number, Term
 
-__all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "Kernel", "LaunchArguments", "LoopScope", "const"]
+__all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "LaunchArguments", "LoopScope", "const"]
 __all__ += ["converted", "flat_buffer", "loop", "loop_function", "lower_loops", "rounded", "sequence"]
 
 INDEX = "int64"
@@ -107,21 +104,6 @@ def converted(e: Emitter, value: Expr, source: str, target: str) -> Expr:
     if "float" in source and "int" in target:
         return e.truncated(value, target)
     return rounded(e, e.cast(value, compute_type(target)), target)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel ``func(inputs…, outputs…, scratch…, descriptor)``; ``ops``: its operators, in order.
-
-    The descriptor points to the ``scalars`` as int64, if there are any.
-    """
-
-    func: PrimFunc = field(repr=False)
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    scratch: tuple[Value, ...] = ()
-    ops: tuple[str, ...] = ()
-    scalars: tuple[Dim, ...] = ()
 
 
 def lower_loops() -> tuple[tvm.transform.Pass, Callable, Callable]:

@@ -14,7 +14,6 @@ from autodiff.ir import itemsize
 from bridge.base.log import Stopwatch
 from bridge.base.threads import raise_deferred
 from bridge.compile.backend import Backend, Built
-from bridge.compile.codegen.tir import Kernel
 from bridge.compile.loop_ir.graph import (
     Fallback,
     Graph,
@@ -37,10 +36,12 @@ from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.fuse import Group, fuse
 from bridge.compile.schedule.horizontal_fusion import plan_horizontal_fusion, together
-from bridge.compile.schedule.plan_rows import plan_rows
+from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.products import plan_columns
 
 __all__ = ["assemble", "guard_indices", "kernel_of", "one"]
+
+Kernel = Planned[PrimFunc]
 
 
 def guard_indices(reached: Iterable[Dim]) -> None:
@@ -63,11 +64,7 @@ def one(step: Sequence[Group]) -> Group:
 
 
 def kernel_of(
-    step: Sequence[Group],
-    stored: set[Value],
-    backend: Backend,
-    generate: Callable,
-    reached: dict[Dim, None],
+    step: Sequence[Group], stored: set[Value], backend: Backend, generate: Callable, reached: dict[Dim, None]
 ) -> Kernel | LibraryCall | None:
     """The kernel of a launch's groups; ``None`` if all of its results are empty.
 
@@ -81,10 +78,10 @@ def kernel_of(
         return node
     if isinstance(node, Product):
         values = tuple(operand.value for operand in node.operands)
-        return Kernel(generate(node.plan), values, node.outs, (), ("matmul",), node.plan.descriptor())
+        return Kernel(generate(node.plan), values, node.outs, (), node.plan.descriptor(), ("matmul",))
     if isinstance(node, Fallback):
         values = tuple(operand.value for operand in node.operands)
-        return Kernel(node.kernel, values, node.outs, (), (node.op,), node.scalars)
+        return Kernel(node.kernel, values, node.outs, (), node.scalars, (node.op,))
     if len(step) > 1:
         planned = plan_horizontal_fusion(step, stored, backend)
     elif isinstance(node, Reduction) and not group.fusable:
@@ -93,8 +90,7 @@ def kernel_of(
         planned = plan_rows(group, stored, backend)
     if planned.plan.index_type == "int32":
         reached.update(dict.fromkeys(value.numel for value in (*planned.inputs, *planned.outputs)))
-    func = generate(planned.plan)
-    return Kernel(func, planned.inputs, planned.outputs, planned.scratch, planned.ops, planned.scalars)
+    return replace(planned, plan=generate(planned.plan))
 
 
 _ALWAYS = 1 << 62
@@ -316,7 +312,7 @@ class _Linker:
         if node.plan.packing is not None:
             name = f"packed_{name}"
             arguments = arguments[0], self._packed(node, arguments[1], kernel.scalars)
-        self.functions[name] = kernel.func
+        self.functions[name] = kernel.plan
         inside = contents([node], node.outs, self.slots.name)
         size = itemsize(node.plan.element_type)
         a_offset, b_offset = node.plan.offsets
@@ -347,8 +343,8 @@ class _Linker:
             self.operand(operand)
         arguments = tuple(self.operand(op) for op in operands) or tuple(self.slots.of(v) for v in kernel.inputs)
         results = tuple(self.slots.of(value) for value in (*kernel.outputs, *kernel.scratch))
-        name = self.kernel_names.setdefault(kernel.func, self._kernel_name(kernel))
-        self.functions[name] = kernel.func
+        name = self.kernel_names.setdefault(kernel.plan, self._kernel_name(kernel))
+        self.functions[name] = kernel.plan
         names = self.slots.names(arguments), self.slots.names(results[: len(kernel.outputs)] or results)
         inside = contents(group.nodes, kernel.outputs, self.slots.name)
         self.steps.append(Launch(name, *names, kernel.ops, arguments, results, kernel.scalars, contents=inside))

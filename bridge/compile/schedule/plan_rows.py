@@ -36,7 +36,8 @@ Plan = TypeVar("Plan")
 
 @dataclass(frozen=True, eq=False)
 class Planned(Generic[Plan]):
-    """One launch of a plan: tensors in the order of the kernel's parameters, then the integers.
+    """One launch of a plan, or of its kernel: tensors in the order of the kernel's parameters, then the integers, which
+    a descriptor points to as int64, if there are any.
 
     ``scratch``: partials of column reductions, and row buffers; ``ops``: the operators, in order.
     """
