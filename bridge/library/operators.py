@@ -212,12 +212,6 @@ def _scatter_add(outs: Tensors, args: Tensors, axis: int) -> None:
     VF.scatter_add(args[0], axis, args[1], args[2], out=outs[0])
 
 
-@out_kernel("take")
-def _take(outs: Tensors, args: Tensors, axis: int) -> None:
-    """``args = (x, index)``, index 1-D, int32 or int64. torch's ``IndexError`` for an index outside of the tensor."""
-    VF.index_select(args[0], axis, args[1], out=outs[0])
-
-
 out_function("mm", VF.mm)
 out_function("bmm", VF.bmm)
 out_function("mm_biased", VF.addmm)  # a matrix product plus a row vector, added before rounding

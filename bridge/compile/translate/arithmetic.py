@@ -194,17 +194,6 @@ def _elementary(builder: Builder, call: Call) -> Operand | Scalar:
     return c.narrow(c(name, c.widen(builder.get(call.args[1]))))
 
 
-@register("relax.tril", "relax.triu")
-def _triangle(builder: Builder, call: Call) -> Operand:
-    x, k = builder.get(call.args[0]), number(call.args[1])
-    rows, columns = x.shape[-2:]
-    column_minus_k = builder.positions(-k, columns - k, 1, columns, "int32")
-    row = builder.reshape(builder.positions(0, rows, 1, rows, "int32"), (rows, 1))
-    compare = "less_equal" if call.op.name == "relax.tril" else "greater_equal"
-    inside = builder.pointwise(compare, [column_minus_k, row], "bool")
-    return builder.pointwise("where", [inside, x, Scalar(0, x.dtype)], dtype(call))
-
-
 @register("relax.arange")
 def _arange(builder: Builder, call: Call) -> Operand:
     start, stop, step = (number(arg) for arg in call.args)

@@ -98,24 +98,6 @@ def _scatter_elements(builder: Builder, call: Call) -> Operand:
     return emit(builder, "scatter_add" if reduction == "add" else "scatter", [x, index, source], [out], axis)[0]
 
 
-@register("relax.take")
-def _take(builder: Builder, call: Call) -> Operand:
-    """``torch.index_select``: an out-of-range index raises torch's IndexError."""
-    if call.attrs.axis is None or str(call.attrs.mode) not in ("fast", "raise"):
-        return NotImplemented
-    x = tensor(builder, call.args[0])
-    if not isinstance(call.args[1].ty, TensorType):
-        return NotImplemented
-    index = tensor(builder, call.args[1])
-    axis = int(call.attrs.axis) % len(x.shape)
-    flat = builder.reshape(index, (index.view.numel,))
-    out = builder.fresh((*x.shape[:axis], index.view.numel, *x.shape[axis + 1 :]), x.dtype)
-    if index.dtype not in ("int32", "int64"):
-        flat = builder.cast(flat, "int64")
-    emit(builder, "take", [x, flat], [out], axis)
-    return builder.reshape(whole(out), shape(call))
-
-
 def _library_function(builder: Builder, call: Call, name: str) -> Operand | list[Operand]:
     """``library.<name>``: tensor arguments become the node's operands, other arguments its attributes."""
     operands: list[Operand] = []

@@ -80,7 +80,7 @@ def broadcasts(emit, x, y, n):
 def positions(emit, x, n):
     at = emit(R.astype(emit(R.arange(0, n, 1, "int64")), "float32"))
     wide = emit(R.broadcast_to(emit(R.reshape(at, (n, 1))), (n, 40)))
-    return [emit(R.add(x, wide)), at, emit(R.triu(x, 1)), emit(R.tril(x, n - 1))]
+    return [emit(R.add(x, wide)), at]
 
 
 def sizes_as_numbers(emit, x, n):
@@ -114,7 +114,7 @@ def attention(emit, x, n):
 
 def gathered(emit, x, table, n):
     at = emit(R.astype(emit(R.clip(emit(R.multiply(emit(R.abs(x)), relax.const(3.0))), 0, 9)), "int64"))
-    rows = emit(R.take(table, emit(R.reshape(at, (n * 4,))), 0))
+    rows = emit(R.gather_elements(table, emit(R.broadcast_to(emit(R.reshape(at, (n * 4, 1))), (n * 4, 24))), 0))
     return [emit(R.reshape(rows, (n, 4, 24))), emit(R.cumsum(emit(R.flip(x, 0)), 1)), emit(R.sum(emit(R.exp(rows)), 0))]
 
 

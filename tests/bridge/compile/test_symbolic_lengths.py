@@ -19,10 +19,6 @@ def scores(emit, x, mask, n):
     return [y, emit(R.sum(y, [1])), emit(R.nn.log_softmax(x, -1))]
 
 
-def causal(emit, x, n):
-    return [emit(R.nn.softmax(emit(R.tril(x)), -1)), emit(R.triu(x, 1))]
-
-
 def moments(emit, x, weight, bias, n):
     y = normalized(emit, x, weight, bias)
     return [y, emit(R.sum(y, [0, 1])), emit(R.mean(x, [0, 2])), emit(R.mean(emit(R.multiply(x, x)), [1]))]
@@ -50,7 +46,6 @@ def numbers(emit, x, n):
 
 CASES = {
     "scores": ([(3, "n", "n"), (3, "n")], scores),
-    "causal": ([(2, "n", "n")], causal),
     "moments": ([(2, 5, "n"), ("n",), ("n",)], moments),
     "over_rows": ([("n", 4, 48)], over_rows),
     "one_number": ([("n", 640)], one_number),
