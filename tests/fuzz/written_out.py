@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bridge.base.torch_higher_order import no_frames_compiled
-from bridge.capture import AsPython
+from bridge.capture import as_python
 
 __all__ = ["written_out"]
 
@@ -18,5 +18,5 @@ __all__ = ["written_out"]
 @contextmanager
 def written_out() -> Iterator[None]:
     """While active, control-flow operators run as Python."""
-    with no_frames_compiled(), AsPython():
+    with no_frames_compiled(), as_python():
         yield

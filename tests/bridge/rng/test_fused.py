@@ -13,7 +13,7 @@ from torch import nn
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.base.torch_internals import FakeTensorMode
 from bridge.capture import Draw, DropoutOperand, StepMasks
-from bridge.capture.draws import DrawRecorder
+from bridge.capture.draws import DrawRecorder, IsolatedRNG
 from bridge.compile import Gpu
 from bridge.rng.computed import NATIVE_DROPOUT, FusedDropout, FusedSteps
 from bridge.rng.draws import Draws
@@ -116,7 +116,7 @@ def observed(function, *inputs):
     draws, complaints = [], []
     with FakeTensorMode(allow_non_fake_inputs=True):
         tensors = [torch.empty_strided(*layout, device="cuda", dtype=torch.float16) for layout in inputs]
-        with DrawRecorder(draws, lambda *words: complaints.append(words), inputs=tensors):
+        with IsolatedRNG(False, run=DrawRecorder(draws, lambda *words: complaints.append(words), tensors).called):
             function(*tensors)
     return draws, complaints
 
@@ -153,7 +153,7 @@ def test_of_inputs_in_one_memory_it_is_the_one_that_is_read():
     """Other calls may pass inputs in separate memories."""
     draws, memory = [], torch.empty(48, dtype=torch.float16)
     inputs = [memory[:6], memory[6:30].view(4, 6), memory[30:]]
-    with DrawRecorder(draws, lambda *words: None, inputs=inputs):
+    with IsolatedRNG(False, run=DrawRecorder(draws, lambda *words: None, inputs).called):
         for read in (inputs[1], inputs[1][2:], inputs[2], inputs[0]):
             torch.native_dropout(read, 0.1, True)
     assert [(draw.operand.of, draw.operand.offset) for draw in draws] == [(1, 0), (1, 24), (2, 0), (0, 0)]
