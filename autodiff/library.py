@@ -113,8 +113,9 @@ all other arguments are tensors. A gradient has the type of the tensor it belong
 ``operator``                                     name:str, arguments:str, tensors.. -> the result (a tuple of them) of
                                                  the library's operator of that name; arguments is JSON
                                                  ``[args, kwargs, saved]`` in which ``{"$tensor": i}`` is the i-th
-                                                 tensor, which may be a dynamic size as well; saved are the indices of
-                                                 the results that the library's derivative reads
+                                                 tensor, which may be a dynamic size as well, ``{"$complex": i}`` a
+                                                 complex one of both parts, ``{"$real": i}`` one of a real part alone;
+                                                 saved are the indices of the results that its derivative reads
 ``operator_vjp``                                 name:str, arguments:str, wanted:int, (outputs), tensors.., results..,
                                                  gradients.. -> gradient of tensor ``wanted``, given the results that
                                                  are saved and one gradient for each listed output; the library's own

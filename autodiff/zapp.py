@@ -9,6 +9,7 @@ View simplification: a function -> the same without views and casts that undo or
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 
@@ -17,7 +18,8 @@ from tvm.relax import op
 from autodiff.body import Body, Rule, Scope, const, on_functions, rewrite, splat
 from autodiff.extents import Dim, broadcast, same, same_shape, sample_of
 from autodiff.gradients.registry import fit
-from autodiff.ir import Call, Constant, Expr, Var, dtype, op_name, permutation, shape
+from autodiff.ir import Call, Constant, Expr, StringImm, Tuple, Var, dtype, library_name, op_name, permutation, shape
+from autodiff.library import call as library_call
 from autodiff.ops import having
 
 __all__ = ["LIKE", "deduplicate_views", "one_zapp", "reshaped", "zapp_like", "zero_zapp"]
@@ -33,7 +35,8 @@ def zapp_like(body: Body, since: int = 0) -> None:
 def zero_zapp(body: Body, since: int = 0) -> None:
     """Replaces ``x + 0``, ``0 + x``, ``x - 0`` by ``x``, or by ``broadcast_to(x)`` where the zeros gave the shape.
 
-    Safe: the sum equals ``x`` for every ``x``; infinities and NaN pass (only ``-0.0`` now stays ``-0.0``).
+    Safe: the sum equals ``x`` for every ``x``; infinities and NaN pass (only ``-0.0`` now stays ``-0.0``). A library
+    operator gets the real part alone of a complex operand whose imaginary part is 0.
     """
     rewrite(body, _ZERO_ZAPP, since)
 
@@ -106,7 +109,46 @@ _ZAPP_LIKE = {
     "relax.collapse_sum_like": [_collapse],
     "relax.broadcast_to": [_drop_broadcast],
 }
-_ZERO_ZAPP = {"relax.add": [_drop_either(0)], "relax.subtract": [_drop_second(0)]}
+
+
+def _real_operands(call: Call, scope: Scope) -> Expr | None:
+    """A library operator of complex numbers whose imaginary parts are 0: the real parts, which the library converts."""
+    if library_name(call) != "library.operator":
+        return None
+    _, name, arguments, *tensors = call.args
+    real = {index: part for index, each in enumerate(tensors) if (part := _real_part(each, scope)) is not None}
+    text = arguments.value
+    for index in list(real):
+        wide, narrow = (json.dumps({kind: index}) for kind in ("$complex", "$real"))
+        if wide not in text:
+            del real[index]
+        text = text.replace(wide, narrow)
+    if not real:
+        return None
+    for index, part in real.items():
+        tensors[index] = scope.emit(op.reshape(part, shape(tensors[index])[:-1]), "real")
+    return library_call("operator", [name, StringImm(text), *tensors], call.ty)
+
+
+def _real_part(value: Expr, scope: Scope) -> Expr | None:
+    """``x``, of one element in the last dimension, of a tensor ``[x, 0]``; ``None`` for another one."""
+    value = scope.definition(value)
+    if op_name(value) == "relax.nn.pad":
+        widths, mode = [int(width) for width in value.attrs.pad_width], str(value.attrs.pad_mode)
+        zeros = mode == "constant" and float(value.attrs.pad_value) == 0
+        return value.args[0] if zeros and len(value.args) == 1 and widths == [0] * (len(widths) - 1) + [1] else None
+    if op_name(value) != "relax.concat" or not isinstance(value.args[0], Tuple) or len(value.args[0].fields) != 2:
+        return None
+    (real, imaginary), last = value.args[0].fields, len(shape(value)) - 1
+    zeros = splat(imaginary, scope) == 0 and shape(real)[-1] == shape(imaginary)[-1] == 1
+    return real if zeros and value.attrs.axis is not None and int(value.attrs.axis) % (last + 1) == last else None
+
+
+_ZERO_ZAPP = {
+    "relax.add": [_drop_either(0)],
+    "relax.subtract": [_drop_second(0)],
+    "relax.call_pure_packed": [_real_operands],
+}
 _ONE_ZAPP = {"relax.multiply": [_drop_either(1)], "relax.divide": [_drop_second(1)]}
 
 

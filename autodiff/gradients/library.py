@@ -389,6 +389,12 @@ def collective(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx_i = the library's vector-Jacobian product, one call per tensor, so that unused ones can be dropped"""
     name, arguments, *tensors = call.args
+    transform = _FOURIER.get(name.value)
+    if (
+        transform is not None
+        and (gradient := transform(json.loads(arguments.value)[0], tensors[0], g, emit)) is not None
+    ):
+        return [None, None, gradient]
     kept = json.loads(arguments.value)[2]
     results = [emit(TupleGetItem(y, index)) if isinstance(y.ty, TupleType) else y for index in kept]
     if isinstance(y.ty, TupleType):
@@ -402,6 +408,56 @@ def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
         is_followed = isinstance(tensor.ty, TensorType) and is_float(tensor)
         partials.append(library_call("operator_vjp", args, tensor.ty) if is_followed else None)
     return [None, None, *partials]
+
+
+def _transform(name: str, operand: str, options: Sequence[object], x: Expr, ty: TensorType) -> Call:
+    """A Fourier transform of ``x``, whose place among the arguments is marked by ``operand``."""
+    text = json.dumps([[{operand: 0}, *options], {}, []])
+    return library_call("operator", [StringImm(f"aten.{name}.default"), StringImm(text), x], ty)
+
+
+def _real_parts(packed: Expr, like: Expr, emit: Emit) -> Expr:
+    part = emit(op.strided_slice(packed, axes=[len(shape(like))], begin=[0], end=[1]))
+    return op.reshape(part, shape(like))
+
+
+def _of_c2c(given: list, x: Expr, g: Var, emit: Emit) -> Expr:
+    """dx = the transform of g in the other direction"""
+    operand, axes, norm, forward = given
+    made = _transform("_fft_c2c", "$complex", [axes, norm, not forward], g, g.ty)
+    return _real_parts(emit(made), x, emit) if "$real" in operand else made
+
+
+def _of_r2c(given: list, x: Expr, g: Var, emit: Emit) -> Expr | None:
+    """dx = the real part of the inverse transform of g, with zeros for the half that the operator left out"""
+    _, axes, norm, onesided = given
+    axis = axes[-1] % len(shape(x))
+    if onesided:
+        missing = shape(x)[axis] - shape(g)[axis]
+        if not isinstance(missing, int):
+            return None
+        widths = [0] * (2 * len(shape(g)))
+        widths[2 * axis + 1] = missing
+        g = emit(op.nn.pad(g, widths)) if missing else g
+    made = emit(_transform("_fft_c2c", "$complex", [axes, norm, False], g, g.ty))
+    return _real_parts(made, x, emit)
+
+
+def _of_c2r(given: list, x: Expr, g: Var, emit: Emit) -> Expr | None:
+    """dx = the half transform of g, twice where an element stands for two"""
+    operand, axes, norm, _ = given
+    axis = axes[-1] % len(shape(g))
+    whole, half = shape(g)[axis], shape(x)[axis]
+    if "$complex" not in operand or not isinstance(whole, int) or half != whole // 2 + 1:
+        return None
+    made = emit(_transform("_fft_r2c", "$tensor", [axes, norm, True], g, x.ty))
+    factors = np.ones(half, dtype(x))
+    factors[1 : 1 + whole - half] = 2
+    return made * relax.const(factors.reshape([-1, *[1] * (len(shape(x)) - axis - 1)]), dtype(x))
+
+
+_FOURIER = {"aten._fft_c2c.default": _of_c2c, "aten._fft_r2c.default": _of_r2c, "aten._fft_c2r.default": _of_c2r}
+"""Linear operators whose gradient is another transform, with torch's formulas."""
 
 
 @library_gradient("library.custom_gradient")

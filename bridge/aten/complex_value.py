@@ -26,10 +26,11 @@ PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 @dataclass(frozen=True)
 class Complex:
-    """A complex tensor as two real ones of its shape."""
+    """A complex tensor as two real ones of its shape; ``packed``: the value with both in its last dimension, if any."""
 
     real: Expr
     imaginary: Expr
+    packed: Expr | None = None
 
     @property
     def parts(self) -> tuple[Expr, Expr]:
@@ -73,11 +74,13 @@ def separated(importer: Any, packed: Expr) -> Complex:
     def part(index: int) -> Expr:
         return importer.reshape(importer.slice(packed, [axis], [index], [index + 1]), extents)
 
-    return Complex(part(0), part(1))
+    return Complex(part(0), part(1), packed)
 
 
 def joined(importer: Any, value: Complex) -> Expr:
     """One value with both parts in a last dimension."""
+    if value.packed is not None:
+        return value.packed
     axis, extents = len(shape(value.real)), [*shape(value.real), 1]
     return importer.emit(relax.op.concat([importer.reshape(part, extents) for part in value.parts], axis))
 

@@ -63,6 +63,9 @@ def _filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return tensors[value["$tensor"]]
     if "$complex" in value:
         return VF.view_as_complex(tensors[value["$complex"]])
+    if "$real" in value:
+        part = tensors[value["$real"]]
+        return part.to(part.dtype.to_complex())
     if "$number" in value:
         return complex(*value["$number"])
     if "$dtype" in value:

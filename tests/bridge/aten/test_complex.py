@@ -183,6 +183,34 @@ def test_functions(names):
     compare(all_of_them, numbers(4, 3, zeros=names is AT_ZERO), numbers(4, 3))
 
 
+TRANSFORMS = {
+    "all axes": lambda a, x: (torch.fft.fftn(a), torch.fft.ifftn(x).imag),
+    "one axis": lambda a, x: (torch.fft.fft(a, dim=0, norm="ortho"), torch.fft.ifft(x, n=7, norm="forward").real),
+    "half of the frequencies": lambda a, x: (torch.fft.rfft(x), torch.fft.rfft2(x, norm="forward")),
+    "half, an even number": lambda a, x: (torch.fft.rfft(x, n=8, dim=0), torch.fft.ihfft(x, n=6)),
+    "real results": lambda a, x: (torch.fft.irfft(a, n=5), torch.fft.irfft(a, n=6, dim=0, norm="ortho")),
+    "real results of several axes": lambda a, x: (torch.fft.irfftn(a), torch.fft.hfft(a, n=9)),
+    "from real to complex and back": lambda a, x: (torch.fft.irfft2(torch.fft.rfft2(x) * torch.fft.fft2(a)[:, :3]),),
+    "parts of one": lambda a, x: (torch.view_as_real(torch.fft.fft(x))[..., 0], torch.fft.fft(torch.complex(x, x * 0))),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_linear(name):
+    """The gradient of a Fourier transform is another one: no transform of the forward is computed again."""
+    torch.manual_seed(0)
+    module = Function(TRANSFORMS[name])
+    compare(module, numbers(4, 5), torch.randn(4, 5, dtype=torch.float64, requires_grad=True))
+    assert "operator_vjp" not in str(stats(module).entries[0].backward)
+
+
+def test_a_transform_reads_the_real_part_of_a_real_tensor(in_float64):
+    """FNet's mixing has no concatenations with imaginary zeros, neither forward nor backward."""
+    module = add_tvm_dispatch(Mixing(), torch.randn(2, 5, 6, requires_grad=True))
+    programs = [str(each) for entry in stats(module).entries for each in (entry.forward, entry.backward)]
+    assert all("_fft" in text and "cat(" not in text and "pad(" not in text for text in programs)
+
+
 def test_training_with_complex_parameters(in_float64):
     torch.manual_seed(0)
     eager = Spectral()
