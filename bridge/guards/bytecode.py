@@ -12,8 +12,8 @@ from itertools import product
 from types import CodeType
 from typing import Any
 
-__all__ = ["BUILDS", "COMPARES", "DEREFS", "ENDS", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING", "NO_PLACES"]
-__all__ += ["NULL", "NULL_BEHIND", "OLD_OPERATOR", "SYMBOLS", "CallSite", "DataFlow", "Lookups", "Source"]
+__all__ = ["BUILDS", "DEREFS", "ENDS", "IDLE", "JOINS", "JUMPS", "NEW", "NEW_ATTR", "NOTHING", "NO_PLACES"]
+__all__ += ["NULL", "NULL_BEHIND", "CallSite", "DataFlow", "Lookups", "Source"]
 __all__ += ["PLAIN_SOURCES", "PUTS", "RESULTS", "computed", "handlers", "held_in", "inner_stores", "joined", "put_by"]
 __all__ += ["is_local", "result_of", "root_of", "text_of", "without_locals"]
 
@@ -51,7 +51,6 @@ class DataFlow:
         wholes: sources whose contents are looked at: iterated, compared or shown (true), tested, handed to an operator.
         writes: ``("attr", source of the object, name)``, ``("item", source of the container, sources of the key)``,
             ``("global", name)``, ``("cell", name)``.
-        operators: special methods that its operators look up.
         identities: sources that are compared by ``is``.
         iterated: sources whose next values are taken, if they are iterators.
         relations: values and the classes that ``match`` and ``except`` compare them with.
@@ -64,7 +63,6 @@ class DataFlow:
     wholes: dict[Source, bool] = field(default_factory=dict)
     calls: dict[int, CallSite] = field(default_factory=dict)
     writes: dict[tuple, None] = field(default_factory=dict)
-    operators: set[str] = field(default_factory=set)
     identities: dict[Source, None] = field(default_factory=dict)
     iterated: dict[Source, None] = field(default_factory=dict)
     compared: set[Source] = field(default_factory=set)
@@ -119,11 +117,6 @@ IDLE = set("NOP RESUME CACHE EXTENDED_ARG KW_NAMES PRECALL COPY_FREE_VARS MAKE_C
 JOINS = {"LIST_EXTEND", "SET_UPDATE", "DICT_UPDATE", "DICT_MERGE", "LIST_APPEND", "SET_ADD"}
 ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"}
 ENDS |= {"JUMP_BACKWARD_NO_INTERRUPT", "INTERPRETER_EXIT"}
-OLD_OPERATOR = {"MULTIPLY": "mul", "MATRIX_MULTIPLY": "matmul", "FLOOR_DIVIDE": "floordiv", "TRUE_DIVIDE": "truediv"}
-OLD_OPERATOR |= {"POWER": "pow", "MODULO": "mod", "SUBTRACT": "sub"}
-SYMBOLS = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul"}
-SYMBOLS |= {"&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift"}
-COMPARES = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
 JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 NEW = sys.version_info >= (3, 11)
 NEW_ATTR = sys.version_info >= (3, 12)
@@ -272,16 +265,3 @@ class Lookups:
         return frozenset(
             ("held", ("each", source)) for source in value if source[0] in ("attr", "global", "cell", "item", "var")
         )
-
-    def _operator(self, each: Any, name: str) -> None:
-        if name == "BINARY_OP":
-            symbol = str(each.argrepr)
-            operator = SYMBOLS.get(symbol.rstrip("=") if symbol not in SYMBOLS else symbol)
-            inplace = symbol.endswith("=")
-        else:
-            word = name.partition("_")[2]
-            operator, inplace = OLD_OPERATOR.get(word, word.lower()), name.startswith("INPLACE")
-        if operator:
-            self.flow.operators |= {f"__{operator}__", f"__r{operator}__"} | (
-                {f"__i{operator}__"} if inplace else set()
-            )

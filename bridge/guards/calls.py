@@ -276,8 +276,6 @@ class CallAnalysis(Sources):
         args, kwargs = given
         owners = [each for each in args[0] if type(each) not in PLAIN]
         owners += [each.__func__ for each in owners if is_a(each, types.MethodType)]  # has its function's attributes
-        if name in USES["operates"]:
-            self._operators.add(f"__{name}__")
         if name in ("getattr", "hasattr", "setattr", "delattr") and len(args) > 1:
             names = [] if any(each is ANY for each in args[1]) else [each for each in args[1] if type(each) is str]
             for owner in owners:
@@ -419,8 +417,6 @@ class CallAnalysis(Sources):
             self._result(frame.calls.results, place, Instance(kind), frame)
         if is_changeable(type(kind)):
             self.class_name(type(kind), "__call__")
-        if does(kind, "operates"):
-            self._operators.add(f"__{kind.__name__}__")
         if kind is str or _hand_on_showing(args):
             self._shown(args, frame.where)
         if does(kind, "takes") or kind.__module__ in ("itertools", "_collections"):

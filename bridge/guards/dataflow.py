@@ -17,7 +17,6 @@ from typing import Any
 
 from bridge.guards.bytecode import (
     BUILDS,
-    COMPARES,
     DEREFS,
     ENDS,
     IDLE,
@@ -266,7 +265,6 @@ class _Interpreter(Lookups):
                 self.flow.writes["attr", source, argument] = None
         elif name in ("STORE_SUBSCR", "DELETE_SUBSCR"):
             key, owner = pop(), pop()
-            self.flow.operators.add("__setitem__")
             if name == "STORE_SUBSCR":
                 self._store("[]", pop())
             for source in owner:
@@ -289,14 +287,12 @@ class _Interpreter(Lookups):
         """Operators, comparisons and truth."""
         if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and str(each.argrepr) == "[]"):  # from 3.14 on
             key, owner = pop(), pop()
-            self.flow.operators.add("__getitem__")
             stack.append(joined(self._item(owner, key, each.offset), self._held("[]")))
         elif name == "BINARY_OP" or name.startswith(("BINARY_", "INPLACE_")):
             right, left = pop(raw=True), pop(raw=True)
             made = computed(str(each.argrepr).rstrip("="), left, right)
             right, left = without_locals(right), without_locals(left)
             self._whole(joined(left, right), compared=str(each.argrepr).startswith("%"))
-            self._operator(each, name)
             parts = [self._parts(value) for value in (left, right) if str(each.argrepr).startswith(("+", "|"))]
             self.derived[each.offset] = left | right
             stack.append(joined(*parts, made, result_of(each)))
@@ -304,11 +300,6 @@ class _Interpreter(Lookups):
             right, left = pop(), pop()
             self._whole(joined(left, right), compared=True)
             self._compared(left | right)
-            symbol = next(
-                (symbol for symbol in sorted(COMPARES, key=len, reverse=True) if symbol in str(each.argrepr)), None
-            )
-            if symbol:
-                self.flow.operators.add(f"__{COMPARES[symbol]}__")
             stack.append(NOTHING)
         elif name == "IS_OP":
             right, left = pop(), pop()
@@ -329,9 +320,6 @@ class _Interpreter(Lookups):
         elif name.startswith("UNARY_") or name in ("TO_BOOL", "GET_LEN"):
             value = stack[-1] if name == "GET_LEN" and stack else pop()
             self._whole(value)
-            if name.startswith("UNARY_") and name != "UNARY_NOT":
-                special = {"UNARY_NEGATIVE": "__neg__", "UNARY_POSITIVE": "__pos__"}
-                self.flow.operators.add(special.get(name, "__invert__"))
             stack.append(value if name == "TO_BOOL" else NOTHING)
         else:
             return False
@@ -352,6 +340,12 @@ class _Interpreter(Lookups):
             found = [self._of("attr", value, part) for part in parts]
             found += [self._each(value), self._of("matched", value, raw)] if raw and name == "MATCH_CLASS" else []
             stack.append(frozenset(("held", part) for one in found for part in one) | NOTHING)
+        elif name == "MATCH_KEYS" and len(stack) > 1:
+            keys = [key for source in stack[-1] if source[0] == "const" for key in source[1]]
+            found = [self._item(stack[-2], frozenset((("const", key),)), None) for key in keys]
+            stack.append(frozenset(("held", part) for one in found for part in one))
+            if not NEW:
+                stack.append(NOTHING)
         elif name in ("GET_ITER", "GET_YIELD_FROM_ITER"):
             value = pop()
             self._iterated(value)

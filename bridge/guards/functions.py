@@ -158,7 +158,6 @@ _USES = {
         __repr__ __str__ __format__ __mod__
     """,
     "takes": "next sum max min any all sorted list tuple dict set frozenset zip enumerate map filter",
-    "operates": "float int bool abs len divmod pow round complex hash reversed format",
     "finds": "get __getitem__ __contains__ setdefault pop getitem contains",
     "reads": "get keys values items copy count index __contains__ __getitem__ __len__ __iter__",
     "tells": "isinstance issubclass len id hash callable hasattr repr print setattr delattr",
@@ -169,9 +168,9 @@ _USES = {
 USES = {use: frozenset(names.split()) for use, names in _USES.items()}
 """A use of arguments by functions, methods and classes in C → their names.
 
-They *show* them as text or compare them, *take* values of iterators, *operate* on them by a special method, *find* an
-entry by a key, *read* a container without a change, *tell* a fact and return none of them, *search* them however deep,
-*get* the attributes or entries that they were made for, or *bind* them for later.
+They *show* them as text or compare them, *take* values of iterators, *find* an entry by a key, *read* a container
+without a change, *tell* a fact and return none of them, *search* them however deep, *get* the attributes or entries
+that they were made for, or *bind* them for later.
 """
 
 

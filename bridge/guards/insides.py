@@ -104,6 +104,8 @@ class Insides(World):
             return self.strangers.note(value, ("whole", where))
         if is_a(value, torch.Tensor):
             return self.look_at(value)
+        if is_a(value, type) and not is_library(type(value)):
+            self.special_methods(type(value))
         if is_a(value, nn.Module | type | ModuleType | FunctionType):
             return
         own = self.original(value)

@@ -130,12 +130,15 @@ _SPECIAL |= {f"__i{name[2:]}" for name in _SPECIAL} | {
 _SPECIAL |= {
     f"__{name}__" for name in "getattr missing enter exit bytes fspath copy deepcopy array torch_function".split()
 }
+_TEXTS = {f"__{name}__" for name in "repr str format dir reduce_ex deepcopy".split()}
+"""Special methods of tensors that other packages replace, to show them."""
 
 
 def special_methods_of(kind: type) -> list[tuple[str, Any]]:
     """The special methods of a class and its bases: Python looks them up without a mention in forward's code."""
     bases = [base.__dict__ for base in kind.__mro__ if is_changeable(base)]
-    return [(name, held[name]) for held in bases for name in held if name in _SPECIAL]
+    special = _SPECIAL - _TEXTS if kind is torch.Tensor else _SPECIAL
+    return [(name, held[name]) for held in bases for name in held if name in special]
 
 
 def fields_of(value: Any) -> list[str]:

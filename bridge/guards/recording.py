@@ -67,7 +67,6 @@ class Reads(CallAnalysis):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.codes: dict[CodeType, DataFlow | None] = {}
-        self._operators: set[str] = set()
         self._frames: dict[FrameType, Frame] = {}
         self._suspended: dict[FrameType, Frame] = {}
         self._ours: set[FrameType] = set()
@@ -111,10 +110,10 @@ class Reads(CallAnalysis):
         for each, then in held if self.refused is None else ():
             if type(each.value).__name__ in LOCKS and each.differs(then, run=True):
                 self.refuse(str(each.place), "forward", *LOCKED)
-        for name in sorted(self._operators):
-            self.class_name(torch.Tensor, name)
+        self.special_methods(torch.Tensor)
         for kind in {type(module()) for module, _ in self.modules.values()}:
-            for name in ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__"):
+            self.special_methods(kind)
+            for name in ("_call_impl", "_wrapped_call_impl"):
                 self.class_name(kind, name)
 
     def mentions(self, *names: str) -> bool:
@@ -400,7 +399,6 @@ class Reads(CallAnalysis):
                 for value in self._values(frame, source):
                     if place not in frame.calls.python or does(type(value), "gets"):
                         self._called(frame, place, value, call, source)
-        self._operators |= flow.operators
 
     def _is_followed(self, frame: Frame, place: int, value: Any) -> bool:
         """Whether a call does not look into an argument: ``isinstance``; for tensors Python code, which is followed."""

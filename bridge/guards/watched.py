@@ -352,8 +352,9 @@ class CachedResult(Watched):
             return self.made
         if type(held).__name__ != "_lru_list_elem":
             return held
-        if held is not self._found[0]:
-            self._found = held, self._call()
+        known = held, self._call.func.cache_info().misses  # a full cache keeps its next result in an old element
+        if known != self._found[0]:
+            self._found = known, self._call()
         return self._found[1]
 
 

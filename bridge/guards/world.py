@@ -406,7 +406,7 @@ class World(Changes):
 
     def special_methods(self, kind: type) -> None:
         """Notes that special methods of a class may be looked up."""
-        if is_changeable(kind) and not issubclass(kind, torch.Tensor | nn.Module):
+        if is_changeable(kind):
             self.bases.setdefault(kind)
             self.ask(special_methods_of, (kind,), {}, f"a lookup of special methods in class {kind.__name__}")
 

@@ -55,6 +55,22 @@ class Net(nn.Module):
         return torch.arange(count).float().cos()[:, None]
 
 
+def test_an_element_that_a_full_cache_uses_again_is_no_kept_result():
+    scale = [2.0]
+    cached = functools.lru_cache(maxsize=1)(lambda index: scale[0])
+    cached(1)
+    module, x = Net(lambda m, x: m.linear(x) * cached(1)), torch.randn(3, 4)
+    add_tvm_dispatch(module, x)
+    module(x)
+    assert stats(module).hits == 1
+    scale[0] = 3.0
+    for index in (2, 1):
+        cached(index)
+    for _ in range(2):
+        torch.testing.assert_close(module(x), module.linear(x) * 3.0)
+    assert stats(module).hits == 1
+
+
 def masked(m, x):
     return mask(x.shape[0], "plus") @ (mask(x.shape[0], "plus") @ m.linear(x))
 

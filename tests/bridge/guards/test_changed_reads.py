@@ -218,6 +218,12 @@ attribute by a number in its name: H = NS(w0=2., w1=1.) | sum(getattr(H, f'w{i}'
 attribute by two parts of its name: H = NS(w0_1=2.)
   ~def f(a, b): return getattr(H, f'w{a}_{b}') | f(0, 1) | H.w0_1 = 3.
 attribute by another str: H = NS(w0=2., w1=1.)~str = lambda i: '0' | getattr(H, 'w' + str(1)) | H.w0 = 3.
+matched inside of an entry: H = {'a': [NS(k=2.)]}~def f():~    match H:~        case {'a': [NS(k=k)]}: return k
+  | f() | H['a'][0].k = 3.
+late truth of a class: class Me(type): pass~class C(metaclass=Me): pass
+  | 2. if C else 3. | Me.__bool__ = lambda c: False
+late comparison of classes: class Me(type): pass~class C(metaclass=Me): pass~class D(metaclass=Me): pass
+  | 2. + (C == D) | Me.__eq__ = lambda c, o: True
 late operator of a float: class C(float): pass~H = C(2.) | H * 1. | C.__mul__ = lambda s, o: 3.
 late sign of an int: class C(int): pass~H = C(2) | abs(H) * 1. | C.__abs__ = lambda s: 3
 late text operator: class C(str): pass~H = C('2') | float(H + '0') | C.__add__ = lambda s, o: '3'
