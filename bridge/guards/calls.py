@@ -71,7 +71,7 @@ class CallAnalysis(Sources):
         self._look(known)
         known.calls.heard.add(place)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if (pair := paired(function)) is not None and self.knows(function.__self__):
+        if (pair := paired(function)) and self.knows(function.__self__) and not where.startswith(TORCH_DIR):
             self._pair(function.__self__, *pair, where)
         known.locals = frame.f_locals
         self._invoke(known, place, function, call, where)
@@ -80,8 +80,6 @@ class CallAnalysis(Sources):
 
     def _pair(self, owner: Any, times: int, undo: Any, told: tuple[str, str], where: str) -> None:
         """Counts a call whose effect another call ends; refuses the other one where it comes first."""
-        if where.startswith(TORCH_DIR):
-            return
         what = f"{self.place(owner) or type(owner).__name__}.{undo.__name__}()"
         times += self.pairs.get(id(owner), (0,))[0]
         self.pairs[id(owner)] = times, undo, (what, where, *told)
@@ -232,8 +230,7 @@ class CallAnalysis(Sources):
             elif name in USES["finds"] and is_a(owner, dict | types.MappingProxyType) and args:
                 if name not in USES["reads"] or hasattr(kind, "__missing__"):
                     self.may_be_written()
-                self._entries(known, place, [owner], args[0])
-                return
+                return self._entries(known, place, [owner], args[0])
             elif name in USES["searches"]:
                 self.deep(owner)
             elif contents_of(owner) is not None:

@@ -48,8 +48,6 @@ from bridge.guards.bytecode import (
 
 __all__ = ["flow_of"]
 
-_STR = frozenset((("global", "str"),))
-
 
 @lru_cache(maxsize=4096)
 def flow_of(code: CodeType) -> DataFlow:
@@ -471,7 +469,7 @@ class _Interpreter(Lookups):
             for source in value:
                 if source[0] not in (*NO_PLACES, "made"):
                     self.flow.wholes.setdefault(("passed", source, each.offset), False)
-        text = text_of(args[0], *function) if function == _STR and len(args) == 1 else NOTHING
+        text = text_of(args[0], *function) if function == {("global", "str")} and len(args) == 1 else NOTHING
         stack.append(text | {("result", each.offset), ("called", each.offset)})
 
     def _other(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
