@@ -84,8 +84,8 @@ def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> 
         results: the leaves of the run's result, values for tensors.
         draws: the run's draws.
     """
-    if len(record.rows) < LEAST_ROWS:
-        return None
+    if len(record.rows) < LEAST_ROWS or any(len(form.stride) != len(form.shape) for form in record.forms):
+        return None  # too short, or with tensors that have no strides
     try:
         record = casts_first(record)
         calls = calls_of(record, results, draws)

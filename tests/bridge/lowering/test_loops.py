@@ -311,10 +311,13 @@ def test_a_loop_is_told_as_one():
     assert "1 loops" in report and "7 times: " in report
 
 
-def test_what_a_loop_cannot_do_is_refused_by_its_name():
+@pytest.mark.parametrize("steps", [6, 60])
+def test_what_a_loop_cannot_do_is_refused_by_its_name(steps):
+    """Also where the record is long enough to be rolled up: a sparse tensor has no strides."""
+
     class Refused(nn.Module):
         def forward(self, x):
-            for _ in range(6):
+            for _ in range(steps):
                 x = x.to_sparse().to_dense()
             return x
 
