@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bridge.base.devices import default_device_of_forward
-from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.errors import Unsupported, UnsupportedModule, note_sample
 from bridge.base.threads import interrupts_deferred
 from bridge.capture import after_pre_hooks, capture, dynamic_dims, in_attempts, normalize_sample
 from bridge.guards import undo
@@ -108,6 +108,9 @@ def examine(
             in_attempts(lowered)
         except UnsupportedModule as error:
             refused = error.ops
+        except Exception as error:
+            note_sample(error)
+            raise
         else:
             return Coverage(name, operations, ())
         finally:

@@ -19,7 +19,7 @@ import torch
 __all__ = ["ARGUMENTS", "BY_DRAWS", "BY_NUMBERS", "CALL_BEFORE", "INTERPRETER", "MODULE", "RUN", "STRUCTURE"]
 __all__ += ["CacheNotFilled", "CompilationError", "DispatchMiss", "GuardFailure", "Unsupported", "UnsupportedModule"]
 __all__ += ["failed_together", "from_user_code", "is_final", "is_out_of_memory", "is_pythons_file"]
-__all__ += ["is_refused_by_eager", "is_user_file", "line_of", "line_of_forward"]
+__all__ += ["is_refused_by_eager", "is_user_file", "line_of", "line_of_forward", "note_sample"]
 __all__ += ["TORCH_DIR", "refused_by_eager", "swallowed", "user_line"]
 
 TORCH_DIR = os.path.join(os.path.dirname(torch.__file__), "")
@@ -119,6 +119,12 @@ def refused_by_eager(error: Exception) -> Exception:
 
 def is_refused_by_eager(error: Exception) -> bool:
     return getattr(error, "_refused_by_eager", False)
+
+
+def note_sample(error: Exception) -> None:
+    """Adds to an error that eager raises as well that it is about the sample."""
+    if is_refused_by_eager(error) and hasattr(error, "add_note"):  # not in Python 3.10
+        error.add_note("PyTorch raises this for the sample that was given, with or without a dispatch")
 
 
 def failed_together(error: Exception) -> Exception:

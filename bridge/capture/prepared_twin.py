@@ -158,7 +158,8 @@ def copier() -> Callable[[torch.Tensor], torch.Tensor]:
         made = nn.Buffer(made, persistent=True) if type(tensor) is nn.Buffer else made
         made = nn.Parameter(made) if type(tensor) is nn.Parameter else made
         made.requires_grad_(tensor.requires_grad)
-        made.grad = tensor.grad if tensor.is_leaf else None
+        if tensor.is_leaf and tensor.grad is not None:  # a backward that the user's code runs adds to it
+            made.grad = copied(tensor.grad)
         return with_attributes(made, tensor)
 
     return copied

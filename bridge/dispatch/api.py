@@ -12,7 +12,7 @@ import torch
 import tvm
 from torch import nn
 
-from bridge.base.errors import UnsupportedModule, is_refused_by_eager
+from bridge.base.errors import UnsupportedModule, note_sample
 from bridge.base.threads import interrupts_deferred
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import after_pre_hooks, dynamic_dims, normalize_sample
@@ -131,12 +131,10 @@ def _require_arguments(module: Any, others: tuple, on_miss: Any, cuda_graphs: An
 
 def _add_note(error: Exception, is_one_mapping: bool) -> None:
     """Adds a note to an error that the sample may have caused."""
-    if not hasattr(error, "add_note"):  # Python 3.10
-        return
-    if is_one_mapping:
+    if not is_one_mapping:
+        note_sample(error)
+    elif hasattr(error, "add_note"):  # not in Python 3.10
         error.add_note("the keys of sample_input name no parameters of forward: it was taken for its one argument")
-    elif is_refused_by_eager(error):
-        error.add_note("PyTorch raises this for the sample that was given, with or without a dispatch")
 
 
 def dispatch_at_first_call(

@@ -195,7 +195,7 @@ ASKED: frozenset[tuple[str, str]] = frozenset(
     tuple(each.split()) for line in _ASKED.split("\n") for each in line.split("|") if each
 )
 """Cheap functions in C without side effects that return hidden state, by (module or type, name)."""
-_TELLS = re.compile(r"_*(get|is|are|has|cuda_get|current)_?.*|.*_enabled|.*_allowed")
+_TELLS = re.compile(r"_*(get|is|are|has|cuda_get|current)_?.*|(?!(.*_)?set_).*_(enabled|allowed)")
 _STATE = ("posix", "nt", "sys", "gc", "_locale", "_signal", "_thread", "_socket", "resource", "_tracemalloc", "torch")
 _STATE += ("faulthandler", "_asyncio", "_csv")
 _OF_CALLS = re.compile(r"_?is_grad_enabled|is_inference_mode_enabled|_getframe|getallocatedblocks|_?get_tracing_state")

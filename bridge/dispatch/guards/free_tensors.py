@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bridge.guards import Name, Reads, alike
+from bridge.guards import Name, Reads, Slot, alike
 from bridge.state import ModuleTensor, dict_of
 
 __all__ = ["Found", "free_tensors"]
@@ -78,9 +78,10 @@ def free_tensors(
     keys: list[Any] = [(i, name) for i, name, _ in attributes]
     seen = {id(each) for _, value, _ in holders for each, _ in _inside(value)}
     for item in reads.items.values():
-        if type(item) is Name and not item.exact and id(item.space) not in seen:
+        space = item.space if type(item) is Name else item.value if type(item) is Slot else None
+        if space is not None and not getattr(item, "exact", False) and id(space) not in seen:
             holders.append((item.read, item.read(), item.place.text))
-            keys.append((item.space, item.name))
+            keys.append((space, item.name))
             seen |= {id(each) for each, _ in _inside(holders[-1][1])}
     paths = [[(path, id(_at(value, path))) for path in _paths(value, place_of)] for _, value, _ in holders]
     often = Counter(key for each in paths for _, key in each)

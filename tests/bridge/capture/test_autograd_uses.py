@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -193,3 +194,60 @@ def test_a_leaf_that_alone_makes_a_result_require_grad_is_refused():
 
     with pytest.raises(UnsupportedModule, match="requires grad by itself"):
         add_tvm_dispatch(WithForward(forward), torch.randn(4, 3))
+
+
+class Recomputed(torch.autograd.Function):
+    """A checkpoint of a user's own: its backward runs a layer again, whose parameters get gradients there."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.layer(x)
+        torch.autograd.backward([y], [grad])
+        return x.grad, None
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Recomputed.apply(self.first(x).sin(), self.second)
+
+
+LOOKS = {
+    "sample": lambda module, x: add_tvm_dispatch(module, x),
+    "parts": lambda module, x: add_tvm_dispatch(module, x, whole=False),
+    "no sample": lambda module, x: add_tvm_dispatch(module),
+    "examine": lambda module, x: examine(module, x),
+}
+
+
+@pytest.mark.parametrize("had", [False, True], ids=["no gradients", "gradients"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_gradients_are_as_they_were_and_then_eagers(look, had):
+    torch.manual_seed(0)
+    eager, x = Checkpointed().double(), torch.randn(3, 4, dtype=torch.float64)
+    module = copy.deepcopy(eager)
+    for each in (*eager.parameters(), *module.parameters()):
+        each.grad = torch.full_like(each, 2.0) if had else None
+    before = [each.grad for each in module.parameters()]
+    with pytest.raises(UnsupportedModule, match="runs a backward inside") if look == "sample" else nullcontext():
+        LOOKS[look](module, x)
+    for each, then in zip(module.parameters(), before, strict=True):
+        assert each.grad is then and (then is None or bool((then == 2.0).all()))
+    for _ in range(3):
+        for each in (module, eager):
+            each(x).square().sum().backward()
+        for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 
 import pytest
 import torch
@@ -142,6 +144,68 @@ def around(value):
         return value
 
     return get
+
+
+def of_file(n):
+    if n not in TABLE:
+        TABLE[n] = torch.arange(n)[:, None] + 1.0
+    return TABLE[n]
+
+
+def of_thread(n):
+    if not hasattr(THREAD, "kept"):
+        THREAD.kept = torch.arange(n)[:, None] + 1.0
+    return THREAD.kept
+
+
+def of_function(n):
+    if not hasattr(of_function, "kept"):
+        of_function.kept = torch.arange(n)[:, None] + 1.0
+    return of_function.kept
+
+
+TABLE, THREAD = {}, threading.local()
+PLACES = {
+    "a dictionary": (of_file, TABLE.get, TABLE.clear),
+    "a thread-local": (of_thread, lambda n: getattr(THREAD, "kept", None), THREAD.__dict__.clear),
+    "a function's attribute": (
+        of_function,
+        lambda n: getattr(of_function, "kept", None),
+        lambda: vars(of_function).pop("kept", None),
+    ),
+}
+
+
+@pytest.mark.parametrize("act", ["add", "add without a sample", "examine"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_the_first_call_keeps_is_eagers_wherever_it_is_kept(place, act):
+    function, kept, clear = PLACES[place]
+    clear()
+    module, x = Net(lambda m, x: m.linear(x) * function(x.shape[0])), torch.randn(3, 4)
+    if act == "examine":
+        examine(module, x)
+    else:
+        add_tvm_dispatch(module, *[x] * (act == "add"))
+    assert kept(3) is None
+    for _ in range(3):
+        torch.testing.assert_close(module(x), module.linear(x) * torch.tensor([[1.0], [2.0], [3.0]]))
+        assert type(kept(3)) is torch.Tensor
+    assert act == "examine" or stats(module).hits == 2
+
+
+def test_a_table_by_the_module_itself_is_refused():
+    """The run is of a copy, which is another key."""
+    table = weakref.WeakKeyDictionary()
+
+    def way(m, x):
+        if m not in table:
+            table[m] = torch.ones(4)
+        return m.linear(x) * table[m]
+
+    module, x = Net(way), torch.randn(3, 4)
+    with pytest.raises(UnsupportedModule, match="Python state that forward changes"):
+        add_tvm_dispatch(module, x)
+    assert not len(table)
 
 
 READS = {

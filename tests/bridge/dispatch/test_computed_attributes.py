@@ -99,6 +99,34 @@ def test_a_weight_that_another_network_makes():
     beside(made, step, lambda m, own: (double(9, 3, 4),))
 
 
+class WeightDrop(nn.Module):
+    """As fastai's AWD-LSTM has it: a layer inside whose weight is a dropout of this module's."""
+
+    def __init__(self):
+        super().__init__()
+        self.raw = nn.Parameter(double(3, 4, 4).clone())
+        self.inner = nn.Linear(4, 4).double()
+        del self.inner.weight
+        self.inner.weight = self.raw.detach().clone()
+
+    def forward(self, x):
+        self.inner.weight = nn.functional.dropout(self.raw, 0.4, self.training)
+        return self.inner(x.tanh())
+
+
+@pytest.mark.parametrize("options", [{}, {"whole": False}], ids=["whole", "parts"])
+def test_a_weight_that_each_call_drops_anew(options):
+    def make():
+        return nn.Sequential(WeightDrop(), nn.Linear(4, 4).double()), None
+
+    def step(m, own, i):
+        out = m(double(10 + i, 3, 4))
+        out.square().sum().backward()
+        return out, m[0].inner.weight.detach().clone()
+
+    beside(make, step, lambda m, own: (double(9, 3, 4),), hits=1, **options)
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -14,6 +14,7 @@ import operator
 import os
 import pickle
 import queue
+import re
 import sqlite3
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge.guards.functions import is_asked
 
 KEEP: list = []
 
@@ -402,6 +404,14 @@ def test_a_free_tensor_that_the_backward_reads_is_eagers_then():
     held.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         results[1].backward()
+
+
+def test_no_function_that_sets_state_is_asked_again():
+    """A check that called ``set_autocast_enabled`` once more left autocast off, and no call of the entry hit."""
+    names = {name for module in (torch, torch._C) for name in dir(module)}
+    setters = [name for name in names if re.search("(^|_)set_", name)]
+    assert len(setters) > 50 and not any(is_asked("torch._C", name) for name in setters)
+    assert is_asked("torch", "is_autocast_enabled") and is_asked("torch._C", "_is_torch_function_mode_enabled")
 
 
 def test_what_forward_prints_is_said_once_and_printed_once(capsys, caplog):

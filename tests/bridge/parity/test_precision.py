@@ -5,6 +5,7 @@ Gradients of half types are compared by distance to the float64 run: three times
 
 import copy
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -219,6 +220,70 @@ def test_regions(around, inside):
 @pytest.mark.parametrize("around", [False, True])
 def test_a_grad_mode_inside_a_region(around):
     check_region(around, True, no_grad=True)
+
+
+def off() -> torch.autocast:
+    return torch.autocast(DEVICE.type, enabled=False)
+
+
+def a_helper_without_grad(m, x):
+    """Transformers' rotary embedding, below a forward that Accelerate has wrapped."""
+    with torch.no_grad(), off():
+        angles = (torch.arange(x.shape[0])[:, None] * x.float().mean()).cos()
+    return m.linear(m.linear(x) * angles)
+
+
+def alternating(m, x):
+    with torch.no_grad(), autocast(), torch.enable_grad():
+        with off():
+            h = m.linear(x.to(m.linear.weight.dtype))
+        h = h + m.linear(x)
+        with torch.no_grad(), off():
+            k = m.linear(x.to(m.linear.weight.dtype))
+    return h + k
+
+
+def off_within_off(m, x):
+    x = x.to(m.linear.weight.dtype)
+    with off():
+        with autocast(), torch.no_grad():
+            a = m.linear(x)
+        with off():
+            b = m.linear(x)
+        with autocast(), off():
+            c = m.linear(b)
+    return a.to(b.dtype) + b + c
+
+
+class Nested(nn.Module):
+    def __init__(self, function, wraps):
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 6), function
+        if wraps:
+            self.forward = autocast()(self.forward)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+@pytest.mark.composes('`torch.autocast("cpu")`, regions inside forward')
+@pytest.mark.parametrize("wraps", [False, True], ids=["around the call", "around forward"])
+@pytest.mark.parametrize("function", [a_helper_without_grad, alternating, off_within_off])
+def test_grad_modes_and_autocast_in_any_order_and_depth(function, wraps):
+    ran = []
+    for dispatched in (False, True):
+        torch.manual_seed(0)
+        module, x = Nested(function, wraps), rows()
+        with nullcontext() if wraps else autocast():
+            if dispatched:
+                add_tvm_dispatch(module, x)
+            y = module(x)
+        y.float().square().sum().backward()
+        ran.append([y, module.linear.weight.grad, module.linear.bias.grad])
+    assert stats(module).hits == 1
+    for theirs, ours in zip(*ran, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.03)
 
 
 @pytest.mark.composes('`torch.autocast("cpu")`, regions inside forward')

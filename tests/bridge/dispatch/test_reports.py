@@ -1,0 +1,88 @@
+"""What a new user reads: of a wrong sample, of a refused call, of an entry, of a compiled module."""
+
+import logging
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(3, 4)
+
+
+def picks(m, x):
+    h = m.linear(x)
+    return m.linear(h[h.sum(1) > 0])
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_positional_arguments_of_a_sample_are_told_to_be_a_tuple(count):
+    with pytest.raises(TypeError, match=rf"{count} arguments want a tuple, add_tvm_dispatch\(module, \(x, y\)\)"):
+        add_tvm_dispatch(nn.Bilinear(4, 4, 2), *[rows()] * count)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize("look", [add_tvm_dispatch, examine])
+@pytest.mark.parametrize("sample", [torch.ones(3, 5), torch.ones(3, 4, dtype=torch.long)], ids=["shape", "type"])
+def test_an_error_of_eagers_says_that_it_is_about_the_sample(look, sample):
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as raised:
+        look(nn.Linear(4, 4), sample)
+    assert raised.value.__notes__ == ["PyTorch raises this for the sample that was given, with or without a dispatch"]
+
+
+@pytest.mark.parametrize("function", [lambda m, x: m.linear(x).unique(), picks], ids=["unique", "mask"])
+def test_a_shape_that_parameters_decide_is_refused_once_and_parts_are_offered(function, caplog):
+    with pytest.raises(UnsupportedModule, match="or dispatch the rest: whole=False"):
+        add_tvm_dispatch(Net(function), rows())
+    assert "the shape of a result depends on" in str(examine(Net(function), rows()))
+    module, calls = add_tvm_dispatch(Net(function)), []
+    module.linear.register_forward_hook(lambda *_: calls.append(1))
+    with caplog.at_level(logging.WARNING, "bridge"):
+        for _ in range(5):
+            module(rows())
+    assert len([each for each in caplog.records if "runs eager from now on" in each.getMessage()]) == 1
+    once = len(calls)
+    module(rows())
+    assert len(calls) - once == (2 if function is picks else 1), "a call that was refused is not captured again"
+    assert "the shape of a result depends on" in repr(stats(module)), (
+        "stats has the reason, not only that there is none"
+    )
+
+
+def test_operations_that_are_supported_are_no_contradiction_to_a_refusal():
+    assert "not supported as a whole; each of its" in str(examine(Net(picks), rows()))
+    assert "100%" not in str(examine(Net(picks), rows()))
+
+
+def test_an_entry_says_whether_it_has_a_backward_not_in_which_mode_it_was_made():
+    module = add_tvm_dispatch(Net(lambda m, x: m.linear(x)).eval(), rows())
+    assert "forward and backward" in repr(stats(module)) and "training" not in repr(stats(module))
+    with torch.no_grad():
+        module = add_tvm_dispatch(Net(lambda m, x: m.linear(x)).eval(), rows())
+    assert "forward only" in repr(stats(module))
+
+
+def test_advice_does_not_repeat_what_is_set():
+    module = add_tvm_dispatch(Net(lambda m, x: sum(m.linear(x).unbind(0))), rows(), on_miss="compile")
+    module(torch.randn(5, 4))
+    module.train(False)
+    assert 'on_miss="compile" by itself' not in repr(stats(module))
+
+
+def test_stats_of_what_torch_compile_has_made_names_its_graphs():
+    compiled = torch.compile(nn.Linear(4, 4), backend="tvm_dispatch")
+    with pytest.raises(ValueError, match=r"torch.compile made it; bridge.dynamo.graphs\(\)"):
+        stats(compiled)
