@@ -1,4 +1,4 @@
-"""Modules that train under ``torch.compile(backend="tvm_dispatch")`` beside eager: queues, Functions of a user's own."""
+"""Training under ``torch.compile(backend="tvm_dispatch")`` beside eager: queues, Functions of a user's own."""
 
 import copy
 
