@@ -66,6 +66,7 @@ def check(program: Program) -> Verdict:
         harmful = _harmful(program, on_host)
     if error := eager_error(names, _as_sample(names)):
         return Verdict("skipped", f"eager: {one_line(error)}", is_lost(error))
+    names = program.load()  # with empty caches
     return judge(names, lambda: [call for call in calls_of(program, names) if call.name not in harmful], options)
 
 

@@ -88,6 +88,8 @@ class Comparison:
     def _both_raised(
         self, reference: nn.Module, call: Call, got: Played | Exception, want: Exception, left: list[Tensor]
     ) -> bool:
+        if "FakeTensor" in words(want):
+            raise Wrong(f"{call.name}: a cache of eager's holds fake tensors: {one_line(want)}")
         if not isinstance(got, Exception):
             if in_backward(want):
                 return True  # eager refuses its own in-place writes in the backward; a functional graph need not

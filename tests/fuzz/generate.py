@@ -71,12 +71,14 @@ def _generate(rng: random.Random, seed: int) -> Program:
         propose, _, is_expression = rng.choices(proposals, weights)[0]
         _try(scope, propose, is_expression)
     result = _result(scope)
-    return Program(seed, dtype, tuple(scope.init), tuple(scope.arguments), tuple(scope.body), result, training)
+    return Program(
+        seed, dtype, tuple(scope.init), tuple(scope.arguments), tuple(scope.body), result, training, tuple(scope.before)
+    )
 
 
 def _try(scope: Scope, propose, is_expression: bool) -> None:
     """Takes a proposal if eager does; otherwise mostly removes its definitions."""
-    defined = len(scope.init)
+    defined = scope.defined
     proposal = propose(scope)
     if proposal is not None and is_expression:
         proposal = f"{scope.fresh('v')} = {proposal}"

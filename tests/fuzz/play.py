@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.device import DEVICE, generators
+from tests.device import DEVICE, forked_generators, generators
 from tests.fuzz.calls import Call
+from tests.fuzz.program import prepared
 
 __all__ = ["Played", "copied", "play"]
 
@@ -34,6 +35,8 @@ class Played:
 def play(module: nn.Module, call: Call) -> Played:
     """One forward and one backward, with grad_outs for the differentiable outputs that the call chooses."""
     arguments = call.arguments()
+    torch.manual_seed(SEED)
+    prepared(module)
     attributes = [(name, each) for name, each in vars(module).items() if name.startswith("m")]
     kept = {(name, i): t for name, each in attributes for i, t in enumerate(pytree.tree_leaves(each)) if _is_leaf(t)}
     for each in (*module.parameters(), *kept.values()):
@@ -71,6 +74,8 @@ def _is_leaf(value: Any) -> bool:
 
 def copied(module: nn.Module) -> nn.Module:
     """A deep copy without computed tensors in attributes (of ``weight_norm``, say), which a call computes anew."""
+    with torch.no_grad(), forked_generators():
+        prepared(module)
     for part in module.modules():
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:

@@ -12,18 +12,26 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tests.device import DEVICE, forked_generators
+from tests.fuzz.caches import CACHES
 from tests.fuzz.functions import FUNCTIONS
 from tests.fuzz.placed import placed
 
-__all__ = ["PREAMBLE", "Arguments", "Program", "run_preamble"]
+__all__ = ["PREAMBLE", "Arguments", "Program", "make_arguments", "make_module", "prepared", "run_preamble"]
 
 IMPORTS = """\
+import contextvars
+import functools
 import math
+import threading
+import weakref
 from collections import namedtuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops import associative_scan, scan, while_loop
+from torch._higher_order_ops import map as mapped
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 Pair = namedtuple("Pair", "first second")
@@ -126,7 +134,7 @@ class Keep:
     """An object that is no tensor, number or string."""
 '''
 
-PREAMBLE = IMPORTS + FUNCTIONS + "\n\n" + MODULES
+PREAMBLE = IMPORTS + FUNCTIONS + "\n\n" + CACHES + "\n\n" + MODULES
 """The beginning of every program's text."""
 
 
@@ -158,6 +166,7 @@ class Program:
             before it.
         body: statements of ``forward``, each of one or several lines.
         training: the module's mode.
+        before: lines of ``prepare``, which a training loop runs before each call: they compute attributes.
     """
 
     seed: int
@@ -167,6 +176,7 @@ class Program:
     body: tuple[str, ...]
     result: str
     training: bool = True
+    before: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
@@ -180,6 +190,8 @@ class Program:
             "    def __init__(self):",
         ]
         lines += ["        super().__init__()", *_indented(self.init, 8), ""]
+        if self.before:
+            lines += ["    def prepare(self):", *_indented(self.before, 8), ""]
         lines += [f"    def forward({', '.join(['self', *names])}):", *_indented(self.body, 8)]
         lines += [f"        return {self.result}", "", "", "def make_module():", "    torch.manual_seed(0)"]
         lines += [f"    return Random().train({self.training})", "", "", "def make_arguments(seed=0):"]
@@ -219,7 +231,14 @@ def make_arguments(names: Mapping[str, Any], seed: int) -> Arguments:
 def make_module(names: Mapping[str, Any]) -> nn.Module:
     """A new module of a loaded program, always with the same numbers; the default generator is left alone."""
     with forked_generators(), names["DEVICE"]:
-        return names["make_module"]()
+        return prepared(names["make_module"]())
+
+
+def prepared(module: nn.Module) -> nn.Module:
+    """The module, with the attributes that a training loop computes before each call."""
+    if hasattr(module, "prepare"):
+        module.prepare()
+    return module
 
 
 def _indented(lines: tuple[str, ...], width: int) -> list[str]:

@@ -36,6 +36,7 @@ class Scope:
         self.module = nn.Module()
         self.names["self"] = self.module
         self.init: list[str] = []
+        self.before: list[str] = []
         self.body: list[str] = []
         self.arguments: list[tuple[str, str, bool]] = []
         self.variables: list[str] = []
@@ -77,12 +78,26 @@ class Scope:
         exec(line, self.names)
         self.init[-1] += "\n" + line
 
-    def undefine(self, count: int) -> None:
-        """Removes the definitions after the first ``count`` lines."""
-        for line in self.init[count:]:
-            name = line.split("'")[1] if "register_buffer" in line else line.split(" = ")[0].removeprefix("self.")
-            delattr(self.module, name)
-        del self.init[count:]
+    def compute(self, text: str) -> str:
+        """Adds an attribute that the training loop computes before each call; returns it as an expression."""
+        name = self.fresh("m")
+        exec(f"self.{name} = {text}", self.names)
+        self.before.append(f"self.{name} = {text}")
+        return f"self.{name}"
+
+    @property
+    def defined(self) -> tuple[int, int]:
+        """The numbers of lines that define attributes, in ``__init__`` and before each call."""
+        return len(self.init), len(self.before)
+
+    def undefine(self, defined: tuple[int, int]) -> None:
+        """Removes the definitions after the first lines."""
+        for lines, count in zip((self.init, self.before), defined, strict=True):
+            for line in lines[count:]:
+                name = line.split("'")[1] if "register_buffer" in line else line.split(" = ")[0].removeprefix("self.")
+                if "." not in name:
+                    delattr(self.module, name)
+            del lines[count:]
 
     def emit(self, statement: str, *, checked: bool = True) -> bool:
         """Runs a statement and appends it to the body if eager accepts it and its numbers are of a sensible size."""

@@ -36,6 +36,8 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield program.without(index)
     for line in program.init:
         yield replace(program, init=tuple(other for other in program.init if other is not line))
+    for line in program.before:
+        yield replace(program, before=tuple(other for other in program.before if other is not line))
 
 
 def _results(result: str) -> Iterator[str]:

@@ -8,19 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from bridge.base.session import SESSION
 from tests.fuzz.calls import calls_of
 from tests.fuzz.check import check
-from tests.fuzz.compare import without_unused
+from tests.fuzz.compare import Comparison, without_unused
 from tests.fuzz.generate import generate
 from tests.fuzz.parts import PartByPart
-from tests.fuzz.play import play
+from tests.fuzz.play import copied, play
 from tests.fuzz.program import Program, make_module
 from tests.fuzz.reordered import Reordered
 from tests.fuzz.shrink import shrink
+from tests.fuzz.themes import themes
 from tests.fuzz.unreached import Unreached
-from tests.fuzz.verdict import Verdict
+from tests.fuzz.verdict import Verdict, Wrong
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.slow
@@ -70,6 +72,54 @@ def test_the_generator_uses_its_whole_vocabulary():
         if not wanted:
             return
     raise AssertionError(f"in no program: {wanted}")
+
+
+THEMES = {
+    "computed": {3011: ("def prepare(self)", ".weight = self.m")},
+    "caches": {3060: ("of_module(self", "Box("), 3090: ("from_",), 3099: ("ramp(",)},
+    "control": {
+        3035: ("= scan(",),
+        3066: ("flex_attention(",),
+        3105: ("= while_loop(",),
+        3110: ("torch.cond(", "mapped("),
+    },
+}
+"""Theme → seeds whose programs used its words when this was written."""
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_themes_use_their_vocabulary(theme):
+    for seed, words in THEMES[theme].items():
+        assert theme in themes(seed)
+        source = generate(seed).source.partition("class Random")[2]
+        assert [word for word in words if word not in source] == [], f"seed {seed}"
+
+
+@pytest.mark.parametrize(
+    "attribute", ["self.raw * 2", "[self.raw.sin()]", "Box(self.raw.exp())", "F.dropout(self.raw, 0.5)"]
+)
+def test_attributes_are_computed_before_each_call(attribute):
+    """A parameter gets its gradient through them; a copy of the module needs no graph."""
+    held = {"[": "self.held[0]", "B": "self.held.first"}.get(attribute[0], "self.held")
+    written = program(f"y = x * {held}", init=("self.raw = nn.Parameter(torch.randn(4, dtype=D))",))
+    written = replace(written, before=(f"self.held = {attribute}",))
+    module = make_module(written.load())
+    call = calls_of(written, written.load())[0]
+    values = [play(copied(module), call).values for _ in range(2)]
+    assert values[0]["gradient of raw"].any()
+    assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
+    assert not check(written).is_bug
+
+
+def test_a_cache_with_fake_tensors_is_reported():
+    """A cache of the program that a faulty capture has left, which eager reads as well."""
+    written = program("y = x * from_dict(4, D)")
+    names = written.load()
+    with FakeTensorMode():
+        names["TABLES"][4, torch.float64] = torch.ones(4, dtype=torch.float64)
+    comparison = Comparison(make_module(names), make_module(names))
+    with pytest.raises(Wrong, match="fake tensors"):
+        comparison.call(calls_of(written, names)[0])
 
 
 def program(*body: str, result: str = "y", init: tuple[str, ...] = ()) -> Program:

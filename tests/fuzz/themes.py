@@ -1,4 +1,5 @@
-"""Vocabulary of some programs: complex numbers, custom autograd Functions, sizes by numbers, state in attributes."""
+"""Vocabulary of some programs: complex numbers, custom autograd Functions, sizes by numbers, state in attributes,
+caches, control flow."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tests.fuzz.scope import Scope
 __all__ = ["VOCABULARY", "is_complex", "themes"]
 
 SHARE = {"complex": 0.25, "functions": 0.25, "counts": 0.1, "state": 0.15, "texts": 0.05, "pads": 0.05}
+SHARE |= {"computed": 0.06, "caches": 0.06, "control": 0.06}
 """The share of programs with each theme."""
 
 MAKES_COMPLEX = """
@@ -120,6 +122,19 @@ row = ({x} > 0.2).flatten().nonzero()[:, 0]\n{v} = {x}.flatten().detach().index_
 row = ({x} > 0).sum()\n{v} = F.pad({y}, (0, row)).cumsum(-1)
 row = ({x} > 0).sum()\n{v} = torch.cat([{y}.flatten(), {y}.new_zeros(row + 1)]) * 2
 {v} = {y}.flatten()[: int(({x} > 0).sum())].sum() * torch.arange(int(({x} > 0).sum()) + 1)
+n = int(({x} > 0).sum(-1).max())\n{v} = {y}[..., :n] * 2
+{v} = torch.bincount(({x}.flatten() * 2).long().clamp(0, 5)).to(D) * {y}.mean()
+{v} = torch.bincount(({x} > 0).long().flatten(), minlength=4).to(D).sum() * {y}
+row = ({x} > 0).sum()\n{v} = {y}.new_zeros(2, row + 1).cumsum(1) + {y}.sum()
+row = ({x} > 0).sum()\n{v} = torch.arange(row) * {y}.mean()
+{v} = {x}[{x} > 0]\n{v} = {v}[{v} < 0.5] * 2
+n = ({x} > 0).sum(0).flatten().tolist()\n{v} = torch.stack([{y}.sum() * k for k in n])
+n = (({x}.flatten()[:3] > 0).long() + 1).tolist()\n{v} = {y}.flatten()[: sum(n)].split(n)[-1].sum() * {y}
+row = ({x}.flatten()[:4] > 0).long() + 1\n{v} = {y}.mean() * torch.arange(len(row)).repeat_interleave(row)
+{v} = torch.unique(({x}.detach() * 2).long()).sum() * {y}
+{v} = {y}[torch.nonzero({x}.flatten()[: len({y})] > 0, as_tuple=True)[0]].sum(0)
+{v} = {y}.flatten()[: ({x} > 0).sum()] * 2
+{v} = {y} * 1\nfor k in range(int(({x} > 0).sum() % 4)):\n    {v} = {v}.sin() + k
 """
 
 STATE = r"""
@@ -139,6 +154,65 @@ None ; {a} = {x}.detach().mean()\n{v} = {x} - {a}
 """
 """An attribute's value → its use as ``{a}``."""
 
+COMPUTED = r"""
+{p} * 2 ; {v} = {x} * {a}
+{p}.tanh() ; {v} = {x} * {a} + {a}
+{p} + 0 ; {v} = {x} - {a}.exp()
+[{p} * 2, {p}.sin()] ; {v} = {x} * {a}[0] + {a}[1]
+({p}.sigmoid(), 1.5) ; {v} = {x} * {a}[0] * {a}[1]
+{{"k": {p}.cos(), "l": [{p}.detach() * 2]}} ; {v} = {x} * {a}["k"] + {a}["l"][0]
+Box({p} * 2, {p}.tanh()) ; {v} = {x} * {a}.first + {a}.all[1]
+{p}.detach() * 3 ; {v} = {x} * {a}
+{p}.softmax(-1) ; {v} = ({x} * {a}).sum(-1, keepdim=True)
+{p}.mean() ; {v} = {a} * {x} if {a} > -50 else {x}
+F.dropout({p}, 0.5) ; {v} = {x} + {a}
+torch.stack([{p}, {p} * 2]) ; {v} = {x} * {a}[0] - {a}[1].tanh()
+"""
+"""An attribute that the training loop computes of a parameter before each call → its use."""
+
+CACHED = r"""
+{v} = {x} * ramp({x}.shape[-1], {x}.dtype)
+{v} = {x} + from_dict({x}.shape[-1], {x}.dtype)
+{v} = {x} * from_thread({x}.shape[-1], {x}.dtype)
+{v} = {x} - from_context({x}.shape[-1], {x}.dtype)
+{v} = {x} * from_function({x}.shape[-1], {x}.dtype)
+{v} = {x} * of_module(self, {x}.shape[-1], {x}.dtype)
+{v} = ramp({x}.shape[-1], {x}.dtype) * {y} + ramp({x}.shape[0], {x}.dtype).sum()
+{v} = {x} * ramp({x}.numel(), D).sum() + from_dict(3, D)[1]
+{v} = ({x} * from_dict({x}.shape[-1], {x}.dtype)).cumsum(-1) * from_dict({x}.shape[-1], {x}.dtype)
+{v} = {x} * ramp(int(({x} > 0).sum()) + 1, D)[-1]
+{v} = checkpoint(lambda t: t * ramp(t.shape[-1], t.dtype).exp(), {x}, use_reentrant=False)
+with torch.no_grad():\n    {v} = ramp({x}.shape[-1], {x}.dtype) * 2\n{v} = {v} * {x}
+"""
+
+KEEPS = r"""
+Rotary() ; {v} = {a}({x})
+Box(torch.randn(1, dtype=D).requires_grad_(), torch.randn(1, dtype=D)) ; {v} = {x} * {a}.first + {a}.all[1]
+Box(torch.ones(1, dtype=D), torch.ones(2, dtype=D)) ; {v} = {x} * {a}.all[1][0]\n{a}.first = {x}.detach()
+[[torch.randn(1, dtype=D)], (torch.randn(1, dtype=D),)] ; {v} = {x} * {a}[0][0] - {a}[1][0]
+functools.lru_cache(lambda n: torch.arange(n, dtype=D)) ; {v} = {x} * {a}({x}.shape[-1])
+threading.local() ; if not hasattr({a}, "t"):\n    {a}.t = torch.ones(1, dtype=D) * 2\n{v} = {x} * {a}.t
+"""
+"""An attribute's value → its use as ``{a}``: objects with tensors, caches."""
+
+CONTROL = r"""
+{v}, other = torch.cond({x}.sum() > 0, lambda a, b: (a * 2, b.sin()), lambda a, b: (a.sin(), b * a.mean()), ({x}, {y}))
+{v} = torch.cond({y}.mean() > 0, lambda t: torch.cond(t.sum() > 0, torch.sin, torch.cos, (t,)), lambda t: t * 2, ({x},))
+{v} = torch.cond({x}.isnan().any(), lambda t: t * 2, lambda t: t.clone(), ({x},))
+{v} = scan(lambda h, t: ({{"a": h["a"] + t}}, h["a"] * t), {{"a": torch.zeros_like({x}[0])}}, {x})[1]
+{v} = scan(lambda h, t: (h * 0.5 + t[0], t[1] * h), {x}[0] * 1, ({x}, {x} * 2))[1]
+{v} = scan(lambda h, t: (h + t.sin(), h * t), torch.zeros_like({x}.select(-1, 0)), {x}, dim=-1)[1]
+{v} = scan(lambda h, t: (torch.cond(t.sum() > 0, torch.sin, torch.cos, (h,)) + t, h + 1), {x}[0] * 1, {x})[0]
+{v} = scan(lambda h, t: (h.tanh() + t * {y}.mean(), h * t), {x}[0] * 1, {x}, reverse=True)[1]
+{v} = while_loop(lambda t: t.abs().sum() < 20, lambda t: (t * 1.5 + 0.1,), ({x},))[0]
+{v} = while_loop(lambda i, s, t: i < 3, lambda i, s, t: (i + 1, s + t, t.sin()), (torch.tensor(0), {x}, {x} * 2))[1]
+{v} = mapped(lambda t: (t[0].sin(), t[1] * t[0].sum()), ({x}, {x} * 2))[1]
+{v} = mapped(lambda t: scan(lambda h, u: (h + u, h * u), torch.zeros_like(t[0]), t)[1], {x})
+{v} = associative_scan(lambda s, t: s + t, {x}, 0, reverse=True, combine_mode="generic")
+q = {x}.detach().view(1, 1, -1, {x}.shape[-1])\n{v} = flex_attention(q, q, q) * {y}.mean()
+q = {x}.detach().view(1, 1, -1, {x}.shape[-1])\n{v} = flex_attention(q, q, q, lambda s, *at: s + at[-1]) + {y}.sum()
+"""
+
 TEXTS = r"""
 {v} = {x} * len(f"{{tuple({x}.shape)}}")
 {v} = {x} * (2 if "64" in str({x}.dtype) else 3)
@@ -148,6 +222,12 @@ TEXTS = r"""
 {v} = {x} * (1 if repr({x}.requires_grad) == "True" else 2)
 {v} = {x} * int("{{}}".format({x}.dim() + 1))
 {v} = {x} * len(f"{{int({x}.sum() > 0)}}" + type(self).__name__)
+{v} = {x} * len(f"{{({x} > 0).any()}}")
+{v} = {x} * len(f"{{({x} > -1e30).sum():03d}}")
+{v} = {x} * len("%d" % ({x} > 0).sum())
+{v} = {x} * (2 if "True" in repr({x}.isfinite()) else 3)
+{v} = {x} * len(str(({x} > 0).sum(-1).tolist()))
+{v} = {x} * len(f"{{list({x}.shape)}} of {{{y}.dim()}}")
 """
 
 PADS = r"""
@@ -218,6 +298,31 @@ def _with_attributes(table: str):
     return propose
 
 
+def _computed(scope: Scope) -> str | None:
+    """The use of an attribute that is computed before each call."""
+    made, use = scope.choice([line.replace("\\n", "\n").split(" ; ") for line in COMPUTED.strip().splitlines()])
+    x = scope.pick()
+    if x is None:
+        return None
+    extents = tuple(scope[x].shape[-1:])
+    raw = scope.define(f"torch.randn({extents}, dtype=D)", scope.choice(["parameter", "parameter", "frozen"]))
+    return use.format(x=x, v=scope.fresh("v"), a=scope.compute(made.format(p=raw)))
+
+
+def _hyper(scope: Scope) -> str | None:
+    """A layer whose weight the training loop computes before each call."""
+    x = scope.pick(lambda t: t.dtype == scope.dtype and t.dim() >= 1)
+    if x is None or not scope[x].shape[-1]:
+        return None
+    n, k = scope[x].shape[-1], scope.integer(1, 4)
+    raw = scope.define(f"torch.randn({k}, {n}, dtype=D) * 0.4", "parameter")
+    layer = scope.define(f"nn.Linear({n}, {k}, dtype=D)")
+    scope.extend(f"del {layer}.weight")
+    scope.before.append(f"{layer}.weight = {raw}.tanh()")
+    exec(scope.before[-1], scope.names)
+    return f"{scope.fresh('v')} = {layer}({x})"
+
+
 COMPLEX = (
     (_expressions(MAKES_COMPLEX), 4.0, True),
     (_expressions(KEEPS_COMPLEX), 7.0, True),
@@ -233,5 +338,8 @@ VOCABULARY = {
     "state": ((_with_attributes(STATE), 6.0, False),),
     "texts": ((_lines(TEXTS), 6.0, False),),
     "pads": ((_lines(PADS), 6.0, False),),
+    "computed": ((_computed, 10.0, False), (_hyper, 3.0, False)),
+    "caches": ((_lines(CACHED), 9.0, False), (_with_attributes(KEEPS), 6.0, False)),
+    "control": ((_lines(CONTROL), 15.0, False),),
 }
 """By theme."""
