@@ -5,7 +5,7 @@ first, a blocked one blocks. The same holds for ``a + alpha * b``, which eager's
 scalar ones twice: ``max - 2 * max`` is ``-max`` or ``-inf``; for ``addcmul``, whose product may overflow by itself; for
 ``lerp``; and for BatchNorm, whose kernel for transposed inputs sums in float64, so that squares do not overflow, while
 the one for contiguous inputs does not. LayerNorm and GroupNorm of a row whose squares overflow are 0 or nan, by the
-length of the row.
+length of the row, and nan where a sum overflows, also of equal elements, whose running mean is exact.
 
 Variances are a running mean (Welford) in eager: ``max - -max`` overflows there and the variance is nan; two passes
 have a finite mean and ``inf``; ``max`` twice has variance 0 there, and ``inf`` or nan where the sum overflows, plain or
@@ -86,7 +86,7 @@ class Reordered(OperatorMode):
                 added, one, other = args
                 return added * kwargs.get("beta", 1) + (one @ other) * kwargs["alpha"]
         result = _lerp(*args) if func in LERPS else func(*args, **kwargs)
-        return _overflowed(*result, self.lost) if func in NORMALIZATIONS else result
+        return _overflowed(args[0], *result, self.lost) if func in NORMALIZATIONS else result
 
     def _shuffled(self, x: Tensor, dims: Any) -> Tensor:
         """The elements in another order along the reduced dimensions, or all of them."""
@@ -158,8 +158,13 @@ def _lost_channels(args: list[Any], result: tuple[Tensor, ...]) -> tuple[Tensor,
     return normalized, mean, scale
 
 
-def _overflowed(normalized: Tensor, mean: Tensor, scale: Tensor, value: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A normalization with nan, or 0, where the variance has overflowed; ``scale`` has one element per row."""
+def _overflowed(
+    x: Tensor, normalized: Tensor, mean: Tensor, scale: Tensor, value: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A normalization with nan, or 0, where the variance or the sum has overflowed; ``scale`` has one element per
+    row."""
     lost = (scale == 0) | ~scale.isfinite()
+    if x.numel():
+        lost |= ~x.reshape(scale.numel(), -1).abs().sum(-1).isfinite().view(lost.shape)
     spread = lost.reshape(-1, 1).expand(-1, normalized.numel() // max(lost.numel(), 1)).reshape(normalized.shape)
     return normalized.masked_fill(spread, value), mean, scale.masked_fill(lost, value)

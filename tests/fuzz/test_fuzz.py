@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -249,6 +250,17 @@ def test_a_scaled_product_of_matrices_may_overflow_before_or_behind_its_scale():
         with Reordered(run):
             found.append(torch.addmm(torch.zeros(1, 1).double(), row, column, alpha=0.5).isfinite().item())
     assert len(set(found)) == 2
+
+
+@pytest.mark.parametrize("normalize", [lambda x: F.layer_norm(x, (33,)), lambda x: F.group_norm(x, 1)])
+def test_a_row_of_equal_huge_numbers_may_have_no_mean(normalize):
+    """Eager's running mean is exact there; a sum overflows."""
+    row = torch.full((1, 33), torch.finfo(torch.float64).max, dtype=torch.float64)
+    found = []
+    for run in range(4):
+        with Reordered(run):
+            found.append(normalize(row).isnan().any().item())
+    assert set(found) == {True, False} and not normalize(row).isnan().any()
 
 
 @pytest.mark.parametrize("add", [torch.addcmul, torch.Tensor.addcmul_])

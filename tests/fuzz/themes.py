@@ -191,7 +191,6 @@ Box(torch.randn(1, dtype=D).requires_grad_(), torch.randn(1, dtype=D)) ; {v} = {
 Box(torch.ones(1, dtype=D), torch.ones(2, dtype=D)) ; {v} = {x} * {a}.all[1][0]\n{a}.first = {x}.detach()
 [[torch.randn(1, dtype=D)], (torch.randn(1, dtype=D),)] ; {v} = {x} * {a}[0][0] - {a}[1][0]
 functools.lru_cache(lambda n: torch.arange(n, dtype=D)) ; {v} = {x} * {a}({x}.shape[-1])
-threading.local() ; if not hasattr({a}, "t"):\n    {a}.t = torch.ones(1, dtype=D) * 2\n{v} = {x} * {a}.t
 """
 """An attribute's value → its use as ``{a}``: objects with tensors, caches."""
 
