@@ -12,7 +12,6 @@ A new variable of a pass (``layer_norm_mean``) belongs to the node that it is co
 from __future__ import annotations
 
 import difflib
-import html
 import operator
 import re
 from collections import Counter
@@ -26,14 +25,14 @@ from autodiff.ir import Function, bindings, used_vars
 from bridge.aten import Imported
 from bridge.base.modes import autocast_to
 from bridge.capture import Captured, where_is
-from bridge.lowering.text import binding_line, html_table, script, short_op
+from bridge.lowering.text import Foldable, binding_line, script, short_op
 from bridge.reference import interpret
 
 __all__ = ["Diff", "Origin", "Stage", "diff", "module_path", "origins", "stage_named"]
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class Stage(Foldable):
     """The IR after one step of the lowering.
 
     Attributes:
@@ -95,10 +94,6 @@ class Stage:
     def __str__(self) -> str:
         return self.script()
 
-    def _repr_html_(self) -> str:
-        head, body = html.escape(self.provenance), html.escape(self.script())
-        return f"<details><summary>{head}</summary><pre>{body}</pre></details>"
-
 
 def stage_named(stages: Sequence[Stage], name: str) -> Stage:
     """The stage with a name; ``KeyError``, which lists all names, if there is none."""
@@ -113,7 +108,7 @@ SHOWN = 40
 
 
 @dataclass(frozen=True)
-class Diff:
+class Diff(Foldable):
     """The difference between two stages; ``print`` it.
 
     Attributes:
@@ -151,17 +146,6 @@ class Diff:
 
     def __str__(self) -> str:
         return self.text(SHOWN)
-
-    def _repr_html_(self) -> str:
-        rows = [(name, str(old), str(new), f"{new - old:+d}") for name, (old, new) in self.operators.items()]
-        colour = {"-": "#b00", "+": "#070"}
-        body = "\n".join(f'<span style="color:{colour[line[0]]}">{html.escape(line)}</span>' for line in self.lines)
-        summary = f"{self.same} bindings the same, {len(self.removed)} removed, {len(self.added)} added"
-        return (
-            f"<div>{html.escape(self.head[0])}<br>{html.escape(self.head[1])}</div>"
-            f"{html_table(('operator', 'before', 'after', ''), rows, right=(1, 2, 3))}"
-            f"<details><summary>{summary}</summary><pre>{body}</pre></details>"
-        )
 
 
 def diff(before: Stage, after: Stage) -> Diff:

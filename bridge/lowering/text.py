@@ -28,8 +28,8 @@ from autodiff.ir import (
 )
 from autodiff.scan import Scan, is_scan, scan_of
 
-__all__ = ["attributes", "binding_line", "count", "function_lines", "html_table", "megabytes", "script", "short_op"]
-__all__ += ["type_text", "value_text"]
+__all__ = ["Foldable", "attributes", "binding_line", "count", "folded", "function_lines", "megabytes", "script"]
+__all__ += ["short_op", "type_text", "value_text"]
 
 _OPTIONS = re.compile(r'R\.str\("\{\\"body\\": .*?[^\\]"\)')
 
@@ -174,15 +174,14 @@ def megabytes(number: int) -> str:
     return f"{number} B"
 
 
-def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:
-    """An HTML table of escaped text; ``right``: columns that are aligned right."""
-    right = set(right)
+def folded(text: str) -> str:
+    """Text → a collapsible HTML element, whose summary is the first line."""
+    head, _, rest = html.escape(text).partition("\n")
+    return f"<details><summary>{head.removeprefix('# ')}</summary><pre>{rest}</pre></details>"
 
-    def line(cells: Iterable[str], tag: str) -> str:
-        made = []
-        for column, cell in enumerate(cells):
-            side = "right" if column in right else "left"
-            made.append(f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>')
-        return f"<tr>{''.join(made)}</tr>"
 
-    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+class Foldable:
+    """A report that prints as text, and in notebooks as the same text, folded."""
+
+    def _repr_html_(self) -> str:
+        return folded(str(self))

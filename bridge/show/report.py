@@ -6,6 +6,7 @@ import html
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from torch import nn
 
@@ -13,7 +14,7 @@ from autodiff.extents import Extent
 from autodiff.ir import Function, bindings
 from bridge.compile import CallLibrary, Instruction, Launch, Program, RunLoop
 from bridge.dispatch import CallStep, Entry, PartStats, stats
-from bridge.lowering import LoweredCall, Origin, html_table, megabytes
+from bridge.lowering import LoweredCall, Origin, folded, megabytes
 from bridge.show.memory import kept_bytes
 from bridge.show.program_picture import ROOT, ProgramReport, StepRow
 from partition import Plan, bytes_text
@@ -131,24 +132,41 @@ class EntryReport:
 
     def lines(self, full: bool) -> list[str]:
         """The entry as text."""
-        out = [self.title]
-        out += self._few("guard", self.guards, "guards", None if full else FEW_GUARDS)
-        out += self._few("read", self.reads, "reads", None if full else 0)
-        out += [f"  check     {line}" for line in self.check.splitlines()] if full else []
-        out += self._few("sizes", self.sizes, "sizes", None if full else FEW_GUARDS)
-        out += [cut(f"  choices   {each}", full) for each in self.choices]
-        out += [cut(f"  call      {step}", full) for step in self.call]
-        out.append(f"  compiled  {1e3 * sum(self.seconds.values()):.0f} ms: {self._spent(full)}")
-        for program in self.programs:
-            out.append(cut(f"  {program.summary(full)}", full))
+        return [self.title, *chain.from_iterable(self._sections(full).values())]
+
+    def html(self) -> str:
+        """The full text with a collapsible part for each section; it lists the first reads only."""
+        parts = (
+            folded("\n".join([head, *lines])) for head, lines in self._sections(True, MOST_LISTED).items() if lines
+        )
+        return f"<p>{html.escape(self.title)}</p>{''.join(parts)}"
+
+    def _sections(self, full: bool, most: int | None = None) -> dict[str, list[str]]:
+        """Title → lines; ``most``: the number of reads in the full form, by default all."""
+        few = None if full else FEW_GUARDS
+        reads = "reads" if most is None else "reads: print(report.full)"
+        return {
+            "guards": self._few("guard", self.guards, "guards", few),
+            "what forward read": self._few("read", self.reads, reads, most if full else 0),
+            "check": [f"  check     {line}" for line in self.check.splitlines()] if full else [],
+            "sizes that vary": self._few("sizes", self.sizes, "sizes", few),
+            "choices": [cut(f"  choices   {each}", full) for each in self.choices],
+            "a call": [cut(f"  call      {step}", full) for step in self.call],
+            "compile time": [f"  compiled  {1e3 * sum(self.seconds.values()):.0f} ms: {self._spent(full)}"],
+            "programs": self._programs(full),
+            "saved for the backward": self._saved(full),
+        }
+
+    def _programs(self, full: bool) -> list[str]:
+        """Lines on the programs: summaries, a table of steps."""
+        out = [cut(f"  {program.summary(full)}", full) for program in self.programs]
         rows = [row for program in self.programs for row in program.table()]
         if not full:
             steps = [step for program in self.programs for step in program.steps if step.kind != "view"]
             order = sorted(range(len(steps)), key=lambda i: -steps[i].bytes)[:FEW_STEPS]
             out.append(f"  the {len(order)} steps that move most, of {len(rows)}")
             rows = [rows[i] for i in order]
-        out += table(("step", "name", "flop", "moved", "module", "operators"), rows, full, right=(2, 3))
-        return out + self._saved(full)
+        return out + table(("step", "name", "flop", "moved", "module", "operators"), rows, full, right=(2, 3))
 
     @staticmethod
     def _few(head: str, lines: Sequence[str], what: str, most: int | None) -> list[str]:
@@ -186,27 +204,6 @@ class EntryReport:
                 rest = megabytes(sum(saved.bytes for saved in left))
                 out.append(f"    ... {len(left)} more, {rest}; and {len(plan.free)} values that live anyway")
         return out + [f"  note: {note}" for note in plan.notes]
-
-    def html(self) -> str:
-        """The entry's collapsible tables."""
-        parts = [f"<p>{html.escape(self.title)}</p>"]
-        parts.append(_listed("guards", "a call must have", self.guards))
-        parts.append(_listed("reads", "what forward read", self.reads))
-        parts.append(_fold("check", f"<pre>{html.escape(self.check)}</pre>"))
-        parts += [_listed("sizes", "sizes that vary", self.sizes)] if self.sizes else []
-        parts.append(_listed("choices", "how it is compiled", self.choices))
-        parts.append(_fold("a call", html_table(("step", "what"), [(step.kind, step.text()) for step in self.call])))
-        rows = [(name, f"{1e3 * seconds:.1f}") for name, seconds in self.seconds.items()]
-        total = 1e3 * sum(self.seconds.values())
-        parts.append(_fold(f"compile time: {total:.0f} ms", html_table(("stage", "ms"), rows, right=(1,))))
-        for program in self.programs:
-            table = html_table(("step", "name", "flop", "moved", "module", "operators"), program.table(), right=(2, 3))
-            parts.append(_fold(program.summary(full=True), table))
-        if self.plan is not None:
-            head = f"saved for the backward: {len(self.plan.captures)} tensors, {_saved_bytes(self.plan)}"
-            table = html_table(("value", "module", "tensor", "bytes", "kind", "why"), saved_rows(self.plan), right=(3,))
-            parts.append(_fold(head, table, is_open=True))
-        return "".join(parts)
 
 
 def _saved_bytes(plan: Plan) -> str:
@@ -272,42 +269,29 @@ class Report:
         lines = [self.head(), *(cut(f"part: {line}", self.complete) for line in self.parts)]
         for entry in self.entries:
             lines += entry.lines(self.complete)
-        lines += [cut(line, self.complete) for line in self.graphs]
+        lines += self._counts()
+        if not self.complete:
+            lines.append("everything: print(report.full); a kernel: report.entries[0].programs[0].source('k0')")
+        return "\n".join(lines)
+
+    def _counts(self) -> list[str]:
+        """Lines on recorded graphs, backwards by eager's operators, misses."""
+        lines = [cut(line, self.complete) for line in self.graphs]
         lines += [
             cut(f"backward: {number} x {reason}", self.complete) for reason, number in self.eager_backwards.items()
         ]
         misses = self.misses.most_common(None if self.complete else FEW_MISSES)
         lines += [cut(f"miss: {number} x {reason}", self.complete) for reason, number in misses]
-        lines += more(list(self.misses), misses, "reasons")
-        if not self.complete:
-            lines.append("everything: print(report.full); a kernel: report.entries[0].programs[0].source('k0')")
-        return "\n".join(lines)
+        return lines + more(list(self.misses), misses, "reasons")
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Totals, then collapsible tables."""
-        parts = [f"<b>{html.escape(self.head())}</b>", *(entry.html() for entry in self.entries)]
-        if self.parts:
-            parts.insert(1, _listed("parts", "what is dispatched", self.parts))
-        if self.graphs:
-            parts.append(_listed("recorded graphs", "what became of them", self.graphs))
-        if self.eager_backwards:
-            rows = [(str(number), reason) for reason, number in self.eager_backwards.items()]
-            parts.append(_fold("backwards by eager's operators", html_table(("backwards", "reason"), rows, right=(0,))))
-        if self.misses:
-            rows = [(str(number), reason) for reason, number in self.misses.most_common()]
-            parts.append(_fold("misses", html_table(("calls", "reason"), rows, right=(0,)), is_open=True))
-        return f'<div style="font-size:90%">{"".join(parts)}</div>'
-
-
-def _listed(title: str, head: str, rows: Sequence[str]) -> str:
-    left = more(rows, rows[:MOST_LISTED], f"{title}: print(report.full)")
-    return _fold(title, html_table((head,), [(each.strip(),) for each in (*rows[:MOST_LISTED], *left)]))
-
-
-def _fold(title: str, body: str, *, is_open: bool = False) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{html.escape(title)}</summary>{body}</details>"
+        """Totals, then collapsible parts."""
+        rest = folded(
+            "\n".join(["parts, recorded graphs, backwards by eager's operators, misses", *self.parts, *self._counts()])
+        )
+        return f"<b>{html.escape(self.head())}</b>{''.join(entry.html() for entry in self.entries)}{rest}"
 
 
 def explain(module: nn.Module, *, full: bool = False) -> Report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ from bridge.base.devices import default_device_of_forward, working_for
 from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import pytree
-from bridge.lowering import LoweredCall, html_table
+from bridge.lowering import Foldable, LoweredCall
 from bridge.reference import InterpretedRun, interpret, interpret_graph
 from bridge.verify.culprit import (
     Culprit,
@@ -64,7 +63,7 @@ class StageCheck:
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Foldable):
     """The result of :func:`check`; ``print`` it.
 
     Attributes:
@@ -109,18 +108,6 @@ class Check:
             return f"stage '{self.first.name}' is the first that deviates from autograd"
         rounded = sum(stage.verdict == ROUNDING for stage in self.stages)
         return "every stage agrees with autograd" + (f" ({rounded} of them up to rounding)" if rounded else "")
-
-    def _repr_html_(self) -> str:
-        kinds = list(self.stages[0].deviations)
-        rows = [
-            (stage.name, *(f"{stage.deviations[kind]:.1e}" for kind in kinds), stage.verdict, stage.worst)
-            for stage in self.stages
-        ]
-        table = html_table(("stage", *kinds, "verdict", "worst"), rows, right=range(1, len(kinds) + 1))
-        culprit = self.first.culprit if self.first else None
-        below = f"<pre>{html.escape(str(culprit))}</pre>" if culprit else ""
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<b>{html.escape(self.module_name)}: {html.escape(self.headline())}</b>{table}{below}{notes}"
 
 
 @dataclass

@@ -152,7 +152,7 @@ def test_a_shared_program_reports_each_owners_places():
 
 def test_html(dispatched):
     text = explain(dispatched[0])._repr_html_()
-    assert text.count("<table>") == text.count("</table>") >= 5
+    assert text.count("<details>") == text.count("</details>") >= 5
     assert "saved for the backward" in text and "training flag" in text
     assert "<script" not in text
 
@@ -165,4 +165,4 @@ def test_forward_only_and_not_dispatched():
         add_tvm_dispatch(module, torch.randn(1, 3))
     report = explain(module)
     assert report.entries[0].plan is None and len(report.entries[0].programs) == 1
-    assert "nothing is saved" in str(report) and "<table>" in report._repr_html_()
+    assert "nothing is saved" in str(report) and "<details>" in report._repr_html_()
