@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bridge.artifact import NoFormError, to_text, written, written_as, written_like
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.modes import autocast_setting
+from bridge.base.modes import autocast_setting, autocast_to, modes_put_back
 from bridge.base.pytrees import Again, ObjectNode, Repeated, WithWholes
 from bridge.base.torch_cuda import SETTINGS, meaning_the_same
 from bridge.base.torch_internals import pytree
@@ -248,6 +248,7 @@ def _refuse(entry: Entry, module: nn.Module) -> None:
     modes = guard.modes.expected
     anew = "call remove_tvm_dispatch, and add the dispatch to the module as it is now"
     is_elsewhere = any(each.device != captured.device for each in captured.given.tensors)
+    tensors = *captured.module_tensors, *captured.given.tensors, *(each for each in captured.outputs if each.is_tensor)
     problems = [
         (f"an entry for the module as it was ({stale})", stale is not None, anew),
         ("sizes that vary", captured.sizes.scope is not None, "add the dispatch for the sizes that are to be saved"),
@@ -260,6 +261,9 @@ def _refuse(entry: Entry, module: nn.Module) -> None:
         ("deterministic algorithms", modes["deterministic algorithms"], "switch them off before the dispatch is added"),
         ("arguments on the host beside a GPU's", is_elsewhere, _HINT),
         ("a default device", guard.has_default_device, "add the dispatch without it"),
+        ("complex numbers", any(each.dtype.is_complex for each in tensors), _HINT),
+        ("collectives, which name process groups", bool(captured.group), _HINT),
+        ("an autograd.Function, which is Python code", captured.runs_python, _HINT),
     ]
     found = [Unsupported(what, where, "cannot be saved", hint) for what, holds, hint in problems if holds]
     if found:
@@ -273,27 +277,18 @@ def _plain_modes(entry: Entry) -> dict[str, Any]:
         "grad": modes["grad mode"],
         "autocast": autocast if isinstance(autocast, torch.dtype) else bool(autocast),
         "dtype": modes["default dtype"],
-        "validation": modes["validation of distributions"],
     }
 
 
 @contextmanager
 def modes_of(data: dict[str, Any], device: torch.device) -> Iterator[None]:
     """Context with the modes of a saved entry."""
-    modes = data["modes"]
-    before = torch.get_default_dtype()
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(modes["grad"]))
-        wanted = modes["autocast"]
-        casts = isinstance(wanted, torch.dtype)
-        if casts or autocast_setting(device.type) is not False:
-            stack.enter_context(torch.autocast(device.type, wanted if casts else None, enabled=casts))
+    modes, casts = data["modes"], isinstance(data["modes"]["autocast"], torch.dtype)
+    is_set = casts or autocast_setting(device.type) is not False
+    autocast = autocast_to(modes["autocast"] if casts else None, kind=device.type) if is_set else nullcontext()
+    with modes_put_back(), torch.inference_mode(False), torch.set_grad_enabled(modes["grad"]), autocast:
         torch.set_default_dtype(modes["dtype"])
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+        yield
 
 
 def saved_call(

@@ -22,8 +22,6 @@ import torch
 from torch import nn
 
 from bridge.artifact import NoFormError, to_parts, to_text, write_artifact, write_safetensors
-from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.capture import Captured
 from bridge.compile import Program, save_program
 from bridge.dispatch import Entry, signature_of, stats
 from bridge.export.entry_data import data_of
@@ -45,17 +43,6 @@ def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = 
     path = Path(path)
     if path.exists() and not (path / INDEX).is_file():
         raise FileExistsError(f"{path} is there and was not saved by save_compiled")
-    if any(_has_complex(entry.lowered.captured) for entry in entries):
-        problem = Unsupported("complex numbers", type(module).__name__, "have no form in a saved call")
-        raise UnsupportedModule(type(module).__name__, [problem])
-    if any(entry.lowered.captured.group for entry in entries):
-        problem = Unsupported(
-            "collectives", type(module).__name__, "name process groups, which another process may lack"
-        )
-        raise UnsupportedModule(type(module).__name__, [problem])
-    if any(entry.lowered.captured.runs_python for entry in entries):
-        problem = Unsupported("an autograd.Function", type(module).__name__, "is Python code, which is not saved")
-        raise UnsupportedModule(type(module).__name__, [problem])
     device = entries[-1].lowered.captured.device
     found = [data_of(entry, module) for entry in entries]
     specs, owned = _tensors(module, entries)
@@ -100,16 +87,6 @@ def _tree(module: nn.Module, tensors: Sequence[ModuleTensor]) -> dict[str, Any]:
     unsaved = ((path, name) for path, child in module.named_modules() for name in child._non_persistent_buffers_set)
     kept = sorted(f"{path}.{name}".lstrip(".") for path, name in unsaved)
     return {"modules": tuple(modules), "tensors": tuple(tensors), "non_persistent": tuple(kept)}
-
-
-def _has_complex(captured: Captured) -> bool:
-    """Whether a call has complex inputs or results, for which its programs have real pairs."""
-    tensors = (
-        *captured.module_tensors,
-        *captured.given.tensors,
-        *(each for each in captured.outputs if each.is_tensor),
-    )
-    return any(each.dtype.is_complex for each in tensors)
 
 
 def _tensors(module: nn.Module, entries: Sequence[Entry]) -> tuple[list[ModuleTensor], list[torch.Tensor]]:

@@ -114,4 +114,4 @@ def test_what_cannot_be_is_refused_by_name(reports, odd):
 def test_other_uses(reports):
     for seen in reports["other uses"]:
         assert seen["second"] < TOLERANCE and seen["frozen"] < TOLERANCE and seen["hits"] == 1
-        assert "collectives: name process groups" in seen["saved"]
+        assert "collectives, which name process groups: cannot be saved" in seen["saved"]
