@@ -38,7 +38,7 @@ from bridge.capture.outputs import (
 )
 from bridge.capture.prepared_twin import PreparedTwin, Protected, attributes_of, copier, own_leaves, paths_of
 from bridge.capture.recorder import OperatorRecorder
-from bridge.capture.rows import Record, ValueRef, values_in
+from bridge.capture.rows import Record, ValueRef, values_in, written
 from bridge.capture.thread_isolation import as_loud_as_eager
 from bridge.capture.values import Values
 from bridge.guards import ADDRESSES, Place, Reads, recorded_reads, told_otherwise
@@ -318,8 +318,8 @@ class _Watch:
         inputs, before, now = given.inputs, self.before, self.now
         observation.counted = rules.memory.counted(inputs)
         at_first = [  # statistics whose size the first batch sets; a buffer on which forward sets requires_grad
-            Unsupported(f"{spec.kind} '{spec.name}'", "forward", f"forward {what}", CALL_BEFORE)
-            for spec, then, each in zip(given.tensors, before.geometry, now, strict=False)
+            Unsupported(f"{spec.kind} '{spec.name}'", self._writer(index), f"forward {what}", CALL_BEFORE)
+            for index, (spec, then, each) in enumerate(zip(given.tensors, before.geometry, now, strict=False))
             if (what := _SHAPED if then[0] != each[0] else _FOLLOWED if then[:-1] == each[:-1] and then != each else "")
         ]
         if at_first and all(each.reason == SWITCHED for each in rules.unsupported):
@@ -335,8 +335,8 @@ class _Watch:
         observation.checkpointed = rules.checkpointed.of(inputs)
         observation.saved, observation.saved_views = self.saved.inputs(inputs)
         exchanged = rules.memory.exchanged(inputs) & observation.saved  # a view keeps the memory that was exchanged
-        written = rules.memory.uncounted(inputs) & (observation.saved | observation.saved_views)
-        observation.overwritten = written | exchanged
+        unseen = rules.memory.uncounted(inputs) & (observation.saved | observation.saved_views)
+        observation.overwritten = unseen | exchanged
         observation.differentiates, observation.reads_validation = (
             self.draws.differentiates,
             observation.reads.validates,
@@ -347,6 +347,11 @@ class _Watch:
         if spec != given.in_spec or any(now is not then for now, then in zip(leaves, given.leaves, strict=True)):
             reason = "changes a list, a dict or an object that was passed to the module"
             rules.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
+
+    def _writer(self, index: int) -> str:
+        """The line that first writes an input, or that forward does."""
+        row = next((row for row in self.recorder.record.rows if index in values_in(written(row))), None)
+        return "forward" if row is None else line_of(row.where)
 
     def finals(self, *, is_first: bool) -> dict[int, ValueRef]:
         """Input of a buffer that forward sets to another tensor, or of a parameter that it writes → its last value.
