@@ -191,8 +191,8 @@ def test_the_second_length_of_a_layer_is_the_last_that_is_compiled():
     for steps in (9, 5, 64, 2, 9, 1):
         call = Call((torch.randn(steps, 3, 3, dtype=torch.float64).requires_grad_(),))
         assert_same(run(module, call), run(eager, call), rtol=1e-10, atol=1e-12)
-    of_nine, varying, of_one = stats(module).entries
-    assert (of_nine.hits, varying.hits, of_one.hits) == (2, 3, 1) and of_nine.has_loops and varying.has_loops
+    varying, of_one = stats(module).entries  # the entry of nine served once, and left
+    assert (varying.hits, of_one.hits) == (4, 1) and varying.has_loops
 
 
 @pytest.mark.cpu("on a GPU each length has loops of its own")
