@@ -203,7 +203,7 @@ CONTROL = r"""
 {v} = scan(lambda h, t: (h + t.sin(), h * t), torch.zeros_like({x}.select(-1, 0)), {x}, dim=-1)[1]
 {v} = scan(lambda h, t: (torch.cond(t.sum() > 0, torch.sin, torch.cos, (h,)) + t, h + 1), {x}[0] * 1, {x})[0]
 {v} = scan(lambda h, t: (h.tanh() + t * {y}.mean(), h * t), {x}[0] * 1, {x}, reverse=True)[1]
-{v} = while_loop(lambda t: t.abs().sum() < 20, lambda t: (t * 1.5 + 0.1,), ({x},))[0]
+{v} = while_loop(lambda i, t: (t.abs().sum() < 20) & (i < 8), lambda i, t: (i + 1, t * 1.5), (torch.tensor(0), {x}))[1]
 {v} = while_loop(lambda i, s, t: i < 3, lambda i, s, t: (i + 1, s + t, t.sin()), (torch.tensor(0), {x}, {x} * 2))[1]
 {v} = mapped(lambda t: (t[0].sin(), t[1] * t[0].sum()), ({x}, {x} * 2))[1]
 {v} = mapped(lambda t: scan(lambda h, u: (h + u, h * u), torch.zeros_like(t[0]), t)[1], {x})
