@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -401,7 +402,7 @@ def _settle(module: nn.Module, real: RealRun, changed: Sequence[str]) -> None:
         if name in twin.__dict__:
             of, made, held = real.prepared.twin.original, twin.__dict__[name], own[path].__dict__.get(name)
             made = {key: of(each) for key, each in made.items()} if name in _REGISTRIES else of(made)
-            if type(held) in (list, dict, set) and type(made) is type(held):
+            if issubclass(type(held), list | dict | set | deque) and type(made) is type(held):
                 put_back(held, contents_of(held)(made))
             else:
                 own[path].__dict__[name] = made

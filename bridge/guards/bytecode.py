@@ -55,7 +55,7 @@ class DataFlow:
         iterated: sources whose next values are taken, if they are iterators.
         relations: values and the classes that ``match`` and ``except`` compare them with.
         compared: results of calls and operators that are compared.
-        by_results: whether an entry is looked up by a key that another function returns.
+        by_results: whether an entry is looked up by a key that another function returns, or an exception is caught.
     """
 
     reads: dict[Source, None] = field(default_factory=dict)
@@ -98,6 +98,7 @@ class DataFlow:
             for name, held in self.variables.items():
                 if found := {source: None for source in held if place in self.places(source)}:
                     part.variables[name] = found
+            part.relations = {at: of for at, of in self.relations.items() if place in self.places(of)}
             used = {at: (*call.function, *call.arguments) for at, call in self.calls.items()}
             part.calls = {at: self.calls[at] for at in used if any(place in self.places(source) for source in used[at])}
         return self._parts[place]

@@ -71,18 +71,18 @@ class CallAnalysis(Sources):
         self._look(known)
         known.calls.heard.add(place)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if (pair := paired(function)) and self.knows(function.__self__) and not where.startswith(TORCH_DIR):
-            self._pair(function.__self__, *pair, where)
+        if not where.startswith(TORCH_DIR) and (pair := paired(function)) and self.knows(function.__self__):
+            self._pair(function, *pair, where)
         known.locals = frame.f_locals
         self._invoke(known, place, function, call, where)
         known.locals = {}
         self._look(known)
 
-    def _pair(self, owner: Any, times: int, undo: Any, told: tuple[str, str], where: str) -> None:
+    def _pair(self, function: Any, times: int, undo: Any, told: tuple[str, str], where: str) -> None:
         """Counts a call whose effect another call ends; refuses the other one where it comes first."""
-        what = f"{self.place(owner) or type(owner).__name__}.{undo.__name__}()"
-        times += self.pairs.get(id(owner), (0,))[0]
-        self.pairs[id(owner)] = times, undo, (what, where, *told)
+        what, key = f"{self.place(function.__self__)}.{function.__name__}()", id(function.__self__)
+        times += self.pairs.get(key, (0,))[0]
+        self.pairs[key] = times, undo, (what, where, *told)
         if times < 0:
             self.refuse(what, where, *told)
 
@@ -230,7 +230,8 @@ class CallAnalysis(Sources):
             elif name in USES["finds"] and is_a(owner, dict | types.MappingProxyType) and args:
                 if name not in USES["reads"] or hasattr(kind, "__missing__"):
                     self.may_be_written()
-                return self._entries(known, place, [owner], args[0])
+                self._entries(known, place, [owner], args[0])
+                return
             elif name in USES["searches"]:
                 self.deep(owner)
             elif contents_of(owner) is not None:
@@ -313,6 +314,9 @@ class CallAnalysis(Sources):
     def _related(self, frame: Frame, value: frozenset, sources: frozenset) -> None:
         """Notes the class tests of ``match`` and ``except``; for ``raise``, the bases of the raised classes."""
         kinds = [each for found in self._constants(frame, sources) for each in classes_in(found)]
+        for each in () if value else (each for source in sources for each in self._values(frame, source)):
+            made = Instance(each) if is_a(each, type) else each
+            self.raised.setdefault(identity_of(made), made)
         for kind in kinds:
             self.bases.setdefault(kind)
         for owner in (each for source in value for each in self._values(frame, source)):

@@ -92,7 +92,9 @@ class _Interpreter(Lookups):
                     waiting.append(follower)
         self.flow.offsets = [each.offset for each in self.instructions]
         keys = [source[2] for source in self.flow.reads if source[0] == "item"]
-        self.flow.by_results = any(key[0] in ("result", "called", "var") and self.flow.places(key) for key in keys)
+        self.flow.by_results = bool(self.flow.relations) or any(
+            key[0] in ("result", "called", "var") and self.flow.places(key) for key in keys
+        )
         return self.flow
 
     def _merge(self, index: int, stack: list[frozenset]) -> bool:
@@ -334,6 +336,8 @@ class _Interpreter(Lookups):
             kinds = pop()
             value = pop() if name == "MATCH_CLASS" else stack[-1] if stack else NOTHING
             self.flow.relations[each.offset] = value, kinds
+            if name == "CHECK_EXC_MATCH" and stack:
+                stack[-1] |= {("caught", source) for source in kinds}
             parts = [part for source in names if source[0] == "const" for part in source[1] or ()]
             found = [self._of("attr", value, part) for part in parts]
             found += [self._each(value), self._of("matched", value, raw)] if raw and name == "MATCH_CLASS" else []

@@ -24,18 +24,25 @@ _DEEP = 5
 
 
 class Insides(World):
-    """A world whose objects' contents are noted as well; ``writes``: how often contents may have been written."""
+    """A world whose objects' contents are noted as well.
+
+    Attributes:
+        writes: how often contents may have been written.
+        raised: exceptions that forward raised, by identity.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._followed, self.writes = set[tuple](), 0
         self._tables: dict[tuple[int, int], bool] = {}
         self._insides: dict[tuple[int, int, int], tuple[Any, list[Any]]] = {}
+        self.raised: dict[Any, Any] = {}
         super().__init__(*args, **kwargs)
 
     def forget(self) -> None:
         super().forget()
         self._tables.clear()
         self._insides.clear()
+        self.raised.clear()
 
     def entry(self, owner: Any, key: Any) -> list[Any]:
         """An entry of a container by its key."""

@@ -356,9 +356,14 @@ _TOLD = (("builtins", "range"), ("decimal", "Decimal"), ("datetime", "date"), ("
 _TOLD += (("datetime", "datetime"), ("datetime", "time"))
 
 
+_SCALARS = ("floating", "complexfloating", "signedinteger", "unsignedinteger", "generic")
+
+
 def is_told(kind: type) -> bool:
     """Whether objects of a class never change, and their text shows all their state."""
-    return (kind.__module__, kind.__name__) in _TOLD
+    return (kind.__module__, kind.__name__) in _TOLD or (
+        kind.__module__ == "numpy" and kind.__base__.__name__ in _SCALARS
+    )
 
 
 def rows_of_types() -> list[tuple[str, str]]:

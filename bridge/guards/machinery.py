@@ -22,7 +22,7 @@ _ops.py overrides.py library.py _library _subclasses fx _prims _prims_common _re
 _guards.py _higher_order_ops _functorch _dispatch _jit_internal.py _logging utils/_python_dispatch.py
 utils/_pytree.py utils/_contextlib.py utils/_device.py utils/_cxx_pytree.py utils/_stats.py _compile.py _dynamo
 _inductor _C autograd jit _export export nn/modules/module.py _classes.py _vmap_internals.py package
-distributed/tensor/_ distributed/tensor/placement_types.py
+distributed/tensor/_ distributed/tensor/placement_types.py _weights_only_unpickler.py
 """.split()
 LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PYTHONS = "logging warnings.py tempfile.py importlib abc.py typing.py re/ sre_".split()

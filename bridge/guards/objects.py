@@ -247,11 +247,11 @@ class Strangers:
                     gc.unfreeze()
 
     def note(self, value: Any, *read: Read) -> None:
-        """Notes an object and its reads; skips tensors and containers of tensors, which are the call's own."""
+        """Notes an object and its reads; skips tensors, containers of them and generators: the call's own."""
         if not self._tells or type(value) in PLAIN:
             return
         if (held := self._held.get(id(value))) is None or (is_a(held, weakref.ref) and held() is not value):
-            if is_a(value, torch.Tensor | Instance | FrameOf | ModuleType | type):
+            if is_a(value, torch.Tensor | Instance | FrameOf | ModuleType | type | types.GeneratorType):
                 return
             if is_a(value, CONTAINERS):
                 parts = dict.values(value) if is_a(value, dict) else value

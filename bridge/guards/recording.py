@@ -346,7 +346,16 @@ class Reads(CallAnalysis):
 
     def _key(self, frame: Frame) -> tuple | None:
         """A key of all objects that a function may reach; ``None`` where one of them may not stay alive."""
-        told: list[Any] = [frame.code, frame.over, reads_later(), *frame.calls.python, None, *frame.calls.heard, None]
+        told: list[Any] = [
+            frame.code,
+            frame.over,
+            reads_later(),
+            len(self.raised),
+            *frame.calls.python,
+            None,
+            *frame.calls.heard,
+            None,
+        ]
         given = [*frame.args.values(), *frame.cells.values()]
         for results in (frame.calls.results, frame.calls.plain, frame.calls.called):
             told += results

@@ -17,7 +17,18 @@ import torch
 from bridge.guards.bytecode import DataFlow, Source, is_local
 from bridge.guards.insides import Insides
 from bridge.guards.kinds import CONTAINERS, PLAIN, answer_of, is_a
-from bridge.guards.objects import ABSENT, ANY, FrameOf, Instance, class_entry, dict_of, identity_of, interesting
+from bridge.guards.objects import (
+    ABSENT,
+    ANY,
+    FrameOf,
+    Instance,
+    class_entry,
+    classes_in,
+    dict_of,
+    identity_of,
+    interesting,
+    is_changeable,
+)
 from bridge.guards.watched import Missing, Place
 
 __all__ = ["Frame", "Sources"]
@@ -185,6 +196,11 @@ class Sources(Insides):
         if kind == "matched":
             names = [(owner, name) for owner in self._values(frame, of) for name in self._match_args(owner)]
             return [value for owner, name in names for value in self.attribute(owner, name)]
+        if kind == "caught":
+            caught = {each for value in self._constants(frame, (of,)) for each in classes_in(value)}
+            raised = ((each.kind if is_a(each, Instance) else type(each), each) for each in self.raised.values())
+            found = [each for kind, each in raised if not caught.isdisjoint(kind.__mro__)]
+            return [*found, *(Instance(each) for each in caught if is_changeable(each))]
         if kind == "import":
             return self._import(frame, *source[1:])
         if kind in ("result", "called"):

@@ -18,7 +18,7 @@ from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.pytrees import packed_arguments, unpacked
 from bridge.base.torch_distributed import Sharding, is_distributed, local_tensor, sharding_of
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS, pytree
-from bridge.state.values import CONTAINERS, same_inside, snapshot
+from bridge.state.values import CONTAINERS, refilled, same_inside, snapshot
 
 __all__ = ["ModuleTensor", "SampleCall", "Snapshot", "hooks_of", "module_tensors", "own_attributes", "tensor_problem"]
 __all__ += ["written_class"]
@@ -69,7 +69,7 @@ class Snapshot:
             (module, key, value, snapshot(value))
             for _, module, attributes in self._modules
             for key, value in attributes.items()
-            if type(value) in CONTAINERS
+            if issubclass(type(value), CONTAINERS)
         ]
         self._containers += [  # attributes that a user has set on parameters and buffers
             (module, name, vars(tensor), dict(vars(tensor)))
@@ -121,13 +121,8 @@ class Snapshot:
                 del attributes[key]
             attributes.update(before)
         for _, _, value, contents in self._containers:
-            if same_inside(contents, value):
-                continue
-            if isinstance(value, list):
-                value[:] = contents
-            else:
-                value.clear()
-                value.update(contents)
+            if not same_inside(contents, value):
+                refilled(value, contents)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict, deque
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,8 @@ class Net(nn.Module):
         self.linear, self.write = nn.Linear(4, 4).double(), write
         self.config, self.history = SimpleNamespace(seen=set(), last=None), [0, 0]
         self.names, self.table, self.size, self.mask = set(), {}, None, None
-        self.held = self.names, self.table  # the very objects are written
+        self.filled, self.queue = defaultdict(float), deque(maxlen=1)
+        self.held = self.names, self.table, self.filled, self.queue  # the very objects are written
 
     def forward(self, x):
         self.write(self, x)
@@ -47,13 +49,15 @@ WRITES = {
     "an attribute of a layer": lambda net, x: setattr(net.linear, "ready", True),
     "a set of the module's": lambda net, x: net.names.add(str(x.shape)),
     "a table of the module's": lambda net, x: net.table.update(n=x.shape[0]),
+    "a default of a table": lambda net, x: net.filled["n"],
+    "a queue": lambda net, x: net.queue or net.queue.append(3),
     "a mask": lambda net, x: setattr(net, "mask", torch.ones(2).tolist() if net.mask is None else net.mask),
     "an attribute of a parameter": lambda net, x: setattr(net.linear.weight, "seen", True),
 }
 
 
 def state(net):
-    own = [getattr(net, name, None) for name in ("names", "table", "held", "size", "mask", "ready")]
+    own = [getattr(net, name, None) for name in ("names", "table", "filled", "queue", "held", "size", "mask", "ready")]
     return str((net.config, net.history, TABLE, FLAG, vars(net.linear.weight), own, vars(net.linear).get("ready")))
 
 

@@ -220,6 +220,14 @@ attribute by two parts of its name: H = NS(w0_1=2.)
 attribute by another str: H = NS(w0=2., w1=1.)~str = lambda i: '0' | getattr(H, 'w' + str(1)) | H.w0 = 3.
 matched inside of an entry: H = {'a': [NS(k=2.)]}~def f():~    match H:~        case {'a': [NS(k=k)]}: return k
   | f() | H['a'][0].k = 3.
+class of an exception: class E(Exception): k = 2.~def f():~    try: raise E()~    except Exception as e: return e.k
+  | f() | E.k = 3.
+exception of a helper: class E(Exception): pass~class D(E): k = 2.~def g(): raise D()
+  ~def f():~    try: g()~    except E as e: return e.k
+  | f() | D.k = 3.
+exception kept: H = Exception(); H.k = 2.~def g(h): raise h~def f(h):~    try: g(h)
+  ~    except Exception as e: return e.k
+  | f(H) | H.k = 3.
 late truth of a class: class Me(type): pass~class C(metaclass=Me): pass
   | 2. if C else 3. | Me.__bool__ = lambda c: False
 late comparison of classes: class Me(type): pass~class C(metaclass=Me): pass~class D(metaclass=Me): pass
@@ -276,6 +284,7 @@ equal time: import datetime; H = datetime.datetime(2020, 1, 2) | float(H.day) | 
 equal deque: H = collections.deque([2.]) | H[0] | H = collections.deque([2.])
 equal set: H = {1, 2} | float(len(H)) | H = {2, 1}
 equal with slots: @dataclasses.dataclass(slots=True)~class C: k: float = 2.~H = C() | H.k | H = C()
+equal scalar of NumPy's: H = NS(a=np.float32(2.)) | float(H.a) | H.a = np.float32(2.)
 other name with a number: H = NS(w0=2., w1=1., z=1) | sum(getattr(H, f'w{i}') for i in range(2)) | H.z = 2
 other name by str: H = NS(w0=2., z=1)~def f(n): return getattr(H, 'w' + str(n)) | f(0) | H.z = 2
 other name in a variable: H = NS(w0=2., z=1)~def f(n):~    name = f'w{n}'~    return getattr(H, name) | f(0) | H.z = 2
