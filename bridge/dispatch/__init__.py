@@ -9,10 +9,10 @@ from bridge.dispatch.entry import MAX_BOUND, Entry, EntryOptions
 from bridge.dispatch.executable import Executable
 from bridge.dispatch.guards import SAVED, EntryGuard, GuardFailure, interpreter_state, signature_of
 from bridge.dispatch.parts import PartStats
-from bridge.dispatch.programs import BackwardRun, FrozenPrograms, Programs, compile_programs
+from bridge.dispatch.programs import BackwardRun, Constants, Programs, compile_programs
 
 __all__ = ["MAX_BOUND", "MAX_ENTRIES", "NO_ENTRY", "SAVED", "STEPS", "Backward", "BackwardRun", "CallStep"]
 __all__ += ["DispatchOptions", "DispatchStats", "Dispatcher", "Entries", "Entry", "EntryGuard", "EntryOptions"]
-__all__ += ["Executable", "FrozenPrograms", "GuardFailure", "MakeDraws", "PartStats", "Programs", "Save"]
+__all__ += ["Constants", "Executable", "GuardFailure", "MakeDraws", "PartStats", "Programs", "Save"]
 __all__ += ["add_tvm_dispatch", "backend_of_call", "compile_programs", "dispatch_at_first_call", "interpreter_state"]
 __all__ += ["remove_tvm_dispatch", "require_capturable", "signature_of", "stats"]

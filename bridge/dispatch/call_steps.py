@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -329,24 +329,16 @@ def _draw(draw: Draw) -> str:
 
 
 def plan_call(
-    lowered: LoweredCall,
-    forward: Program,
-    guard: EntryGuard | None,
-    observed: Observed | None = None,
-    computed: Sequence[int] = (),
-    frozen: bool = False,
-    beside: Sequence[int] = (),
+    lowered: LoweredCall, programs: Any, guard: EntryGuard | None, observed: Observed | None = None
 ) -> tuple[CallStep, ...]:
     """The steps of a call, from the guard to the module's result, without idle ones.
 
     Args:
-        forward: the compiled forward.
+        programs: the compiled :class:`bridge.dispatch.programs.Programs`.
         guard: ``None`` if the caller provides the inputs.
         observed: with dynamic shapes, draws and results for the call's sizes.
-        computed: places of the recomputed dropout masks.
-        frozen: whether the program has the module's tensors as constants.
-        beside: places of inputs and draws that a call holds for :mod:`bridge.dispatch.eager_backward`.
     """
+    forward, masks, eager = programs.forward.program, programs.masks, programs.eager_backward
     captured, imported = lowered.captured, lowered.imported
     observed = observed or Observed(tuple(captured.draws), tuple(captured.outputs))
     inputs = input_names(lowered)
@@ -364,11 +356,12 @@ def plan_call(
     can_fail = bool(imported.checks) or imported.leaves_state or forward.can_fail
     if observed.draws:
         used = imported.input_draws + imported.dropout_draws
+        computed = () if masks is None else tuple(masks.draws)
         found.append(
-            MakeDraws(observed.draws, imported.dropout_draws, used, draws, can_fail, tuple(computed), captured.device)
+            MakeDraws(observed.draws, imported.dropout_draws, used, draws, can_fail, computed, captured.device)
         )
     name = f"{captured.module_name}_forward"
-    given = inputs[len(captured.module_tensors) :] if frozen else inputs
+    given = inputs[len(captured.module_tensors) :] if programs.is_frozen else inputs
     found.append(Forward(name, given + draws, values))
     if imported.checks:
         found.append(Checks(lowered.num_results - 1, imported.checks))
@@ -378,7 +371,7 @@ def plan_call(
         before = len(inputs) + len(imported.input_draws) - 1
         found.append(Generator(before, first_buffer + len(captured.mutated)))
     if lowered.differentiable:
-        found.append(_save(lowered, inputs + draws, values, beside, guard))
+        found.append(_save(lowered, inputs + draws, values, () if eager is None else eager.held, guard))
     if captured.mutated:
         places = enumerate((index for index, _ in captured.mutated), first_buffer)
         written = tuple((index, result, inputs[index]) for result, index in places)

@@ -142,7 +142,7 @@ class BoundCalls:
 
     @cached_property
     def _of_sample(self) -> tuple[CallStep, ...]:
-        return _planned(self._lowered, self._programs, self._guard, self._observed(self._samples))
+        return plan_call(self._lowered, self._programs, self._guard, self._observed(self._samples))
 
     def _planned(self, sizes: Sizes) -> tuple[CallStep, ...]:
         return at_sizes(self._of_sample, self._lowered, self._programs.forward.program, self._observed(sizes))
@@ -168,14 +168,6 @@ class BoundCalls:
     def sizes(self) -> list[Sizes]:
         """The cached combinations, the latest used last."""
         return [run.programs.sizes for _, run in self._kept.items()]
-
-
-def _planned(
-    lowered: LoweredCall, programs: Programs, guard: EntryGuard | None, observed: Observed | None = None
-) -> tuple[CallStep, ...]:
-    computed = () if programs.masks is None else programs.masks.draws
-    held = () if programs.eager_backward is None else programs.eager_backward.held
-    return plan_call(lowered, programs.forward.program, guard, observed, computed, programs.is_frozen, held)
 
 
 _CLOCK = count(1)
@@ -211,7 +203,7 @@ class Entry:
         self.cause: str | None = None
         self.bound = _bound_calls(lowered, programs, guard)
         if steps is None:
-            steps = _planned(lowered, programs, guard) if self.bound is None else self.bound.steps
+            steps = plan_call(lowered, programs, guard) if self.bound is None else self.bound.steps
         if guard is not None:
             drawn = next((step for step in steps if isinstance(step, MakeDraws)), None)
             guard.inputs.aligned = {} if drawn is None else alignments(drawn.draws, drawn.computed)

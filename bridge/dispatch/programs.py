@@ -1,8 +1,8 @@
 """The compiled programs of a call: the forward, and a backward for each set of outputs that got a grad_out.
 
-:class:`FrozenPrograms` has two programs: one computes the constants from the module's tensors, when the entry is made
-and after a tensor has changed; the other maps a call's arguments to results. Neither contains values of the module, so
-equal modules share both.
+A frozen call has two programs: one computes the constants from the module's tensors (:class:`Constants`), when the
+entry is made and after a tensor has changed; the other maps a call's arguments to results. Neither contains values of
+the module, so equal modules share both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -42,7 +42,7 @@ from bridge.dispatch.recompute import RecomputedMasks
 from bridge.dispatch.results import backward_orders, forward_orders, memory_orders
 from bridge.lowering import FrozenCall, LoweredCall, freeze_call
 
-__all__ = ["BackwardRun", "FrozenPrograms", "Programs", "compile_programs", "freeze_programs"]
+__all__ = ["BackwardRun", "Constants", "Programs", "compile_programs", "freeze_programs"]
 
 Holds = Callable[[Sizes], SizeGuard | None]
 Nodes = tuple[tuple[int, ...], ...]
@@ -54,6 +54,38 @@ _MOST_LATER = 8
 """Most backwards for one set of outputs, which differ in their guards on sizes; the newest are kept."""
 
 
+@dataclass(frozen=True)
+class Constants:
+    """The constants of a frozen call, computed from the module's tensors.
+
+    Attributes:
+        executable: the program that computes them.
+        weights: places of constants that are folded factors of products.
+        stages: the lowering's stages; ``None`` for a loaded program.
+    """
+
+    executable: Executable
+    weights: tuple[int, ...]
+    stages: FrozenCall | None = None
+
+    @torch.inference_mode(False)  # the constants serve calls in any mode
+    def bound(self, call: Executable, tensors: Sequence[torch.Tensor]) -> Executable:
+        """The call's program, whose last parameters are the constants, with the constants of these module's tensors.
+
+        Raises:
+            UnsupportedModule: a folded weight is not finite.
+        """
+        with torch.no_grad():
+            made = self.executable.run(list(map(as_parts, tensors)))
+        params, name = call.program.layout.params, call.module_name
+        for place in self.weights:
+            if not bool(VF.isfinite(made[place]).all()):
+                weight = params[len(params) - len(made) + place].name
+                what = Unsupported(weight, name, "not finite with what is folded into it: not exact")
+                raise UnsupportedModule(name, [what])
+        return call.with_constants(made, len(tensors))
+
+
 class Programs:
     """Forward and backwards of one call, compiled: for all sizes, or (:meth:`at`) for given ones.
 
@@ -63,7 +95,7 @@ class Programs:
         differentiable: indices of the outputs that take a grad_out; ``not_differentiable``: of the other outputs.
         device: the programs' device; ``device_type``: its type, for autocast.
         masks: recomputed dropout masks, or ``None``.
-        is_frozen: whether the module's tensors are constants of the forward.
+        constants: the constants of a frozen call, which are bound to its forward; ``None``: the call is not frozen.
         nodes: per autograd node of a backward, in the order of execution, the places of its gradients among the inputs
             that get one; most modules have one node.
         eager_backwards: number of backwards by eager's operators, by reason.
@@ -75,8 +107,6 @@ class Programs:
         eager: the backward by eager's operators.
     """
 
-    is_frozen = False
-
     def __init__(
         self,
         forward: Executable,
@@ -87,6 +117,7 @@ class Programs:
         nodes: Nodes = ((),),
         masks: RecomputedMasks | None = None,
         eager: EagerBackward | None = None,
+        constants: Constants | None = None,
     ):
         self.forward, self.num_outputs, self.differentiable = forward, num_outputs, tuple(differentiable)
         self.not_differentiable = [place for place in range(num_outputs) if place not in differentiable]
@@ -94,8 +125,24 @@ class Programs:
         self.device_type = self.device.type
         self.nodes, self.masks, self._eager, self._make, self._expected = nodes, masks, eager, make, expected
         self.eager_backwards: Counter[str] = Counter()
-        self.sizes: Sizes | None = None
+        self.sizes, self.constants = None, constants
         self._backwards: dict[tuple[int, ...], BackwardRun] = {}
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the module's tensors are constants of the forward."""
+        return self.constants is not None
+
+    @property
+    def frozen(self) -> FrozenCall | None:
+        """The stages of a frozen call's lowering; ``None`` for another call or a loaded one."""
+        return None if self.constants is None else self.constants.stages
+
+    def renewed(self, tensors: Sequence[torch.Tensor]) -> Programs:
+        """The same programs with constants from these module's tensors. Raises as :meth:`Constants.bound`."""
+        found = copy(self)
+        found.forward = self.constants.bound(self.forward, tensors)
+        return found
 
     def at(self, sizes: Sizes) -> Programs:
         """A copy for one combination of sizes of the symbolic extents."""
@@ -284,60 +331,9 @@ class BackwardRun:
         return [*run(0), make_token(self.program.backend.device, run)]
 
 
-class FrozenPrograms(Programs):
-    """The programs of a call without gradients, with the module's tensors frozen; there is no backward.
-
-    Attributes:
-        constants: the program that computes the constants from the module's tensors.
-        weights: places of constants that are folded factors of products.
-        frozen: the lowering's stages; ``None`` for a loaded program.
-
-    Args:
-        call: the forward, with the constants as its last parameters.
-        tensors: the module's tensors, from the guard.
-
-    Raises:
-        UnsupportedModule: a folded weight is not finite.
-    """
-
-    is_frozen = True
-
-    def __init__(
-        self,
-        constants: Executable,
-        call: Executable,
-        weights: Sequence[int],
-        num_outputs: int,
-        tensors: Sequence[torch.Tensor],
-        frozen: FrozenCall | None = None,
-    ):
-        _ = constants.program  # both programs, whose compilation may time candidates, before either's machine code
-        super().__init__(call, num_outputs)
-        self.constants, self.weights, self.frozen = constants, tuple(weights), frozen
-        self._freeze(tensors)
-
-    def renewed(self, tensors: Sequence[torch.Tensor]) -> FrozenPrograms:
-        """The same programs with constants from these tensors. Raises as the class does."""
-        found = copy(self)
-        found._freeze(tensors)
-        return found
-
-    @torch.inference_mode(False)  # the constants serve calls in any mode
-    def _freeze(self, tensors: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            made = self.constants.run(list(map(as_parts, tensors)))
-        params, name = self.forward.program.layout.params, self.forward.module_name
-        for place in self.weights:
-            if not bool(VF.isfinite(made[place]).all()):
-                weight = params[len(params) - len(made) + place].name
-                what = Unsupported(weight, name, "not finite with what is folded into it: not exact")
-                raise UnsupportedModule(name, [what])
-        self.forward = self.forward.with_constants(made, len(tensors))
-
-
 def freeze_programs(
     lowered: LoweredCall, backend: Backend, tensors: Sequence[torch.Tensor], graphs: RecordedGraphs | None = None
-) -> FrozenPrograms:
+) -> Programs:
     """Compiles a lowered call with the module's tensors as constants.
 
     Args:
@@ -345,7 +341,7 @@ def freeze_programs(
         graphs: control and statistics of CUDA graphs; ``None``: no graphs.
 
     Raises:
-        UnsupportedModule: the call cannot be frozen, or an operator has no kernel.
+        UnsupportedModule: the call cannot be frozen, an operator has no kernel, or a folded weight is not finite.
         CompilationError: compiling failed, a bug of this package.
     """
     name, outputs = lowered.captured.module_name, lowered.imported.num_outputs
@@ -356,4 +352,6 @@ def freeze_programs(
     graphed = None if shared is None else partial(shared.forward, outputs=outputs, captures=lowered.num_results)
     constants = Executable(frozen.constants, name, "constants", options)
     call = Executable(frozen.call, name, "forward", same, graphed=graphed)
-    return FrozenPrograms(constants, call, frozen.weights, outputs, tensors, frozen)
+    _ = constants.program, call.program  # whose compilation may time candidates, before either's machine code
+    made = Constants(constants, tuple(frozen.weights), frozen)
+    return Programs(made.bound(call, tensors), outputs, constants=made)

@@ -25,13 +25,13 @@ from bridge.compile import Backend, backend_for, load_program
 from bridge.dispatch import (
     SAVED,
     BackwardRun,
+    Constants,
     Dispatcher,
     DispatchOptions,
     Entry,
     EntryGuard,
     EntryOptions,
     Executable,
-    FrozenPrograms,
     GuardFailure,
     Programs,
 )
@@ -83,29 +83,29 @@ def _entry(
     refuse_other_settings(data, backend.device)
     known = {spec.name: spec for spec in tensors}
     owned = tuple(known[name] for name in data["tensors"])
-    call, arguments, steps = saved_call(data, type(module).__name__, owned, backend.device)
+    saved, arguments, steps = saved_call(data, type(module).__name__, owned, backend.device)
     refuse_other_draws(data, steps, backend.device)
     for path, child in module.named_modules():
         child.training = data["training"][path]
     frozen = "constants" in data
     with modes_of(data, backend.device):
         guard = EntryGuard(
-            module, call.captured, arguments, (), data["uncounted"] if frozen else None, data["exact_modes"]
+            module, saved.captured, arguments, (), data["uncounted"] if frozen else None, data["exact_modes"]
         )
         forward = load_program(folder / data["forward"], backend)
         if frozen:
-            constants = load_program(folder / data["constants"], backend)
-            pair = Executable.loaded(constants), Executable.loaded(forward)
-            programs: Programs = FrozenPrograms(*pair, data["weights"], data["outputs"], guard.frozen.tensors)
+            constants = Constants(Executable.loaded(load_program(folder / data["constants"], backend)), data["weights"])
+            call = constants.bound(Executable.loaded(forward), guard.frozen.tensors)
+            programs = Programs(call, data["outputs"], constants=constants)
         else:
             runs = {
                 outputs: BackwardRun(Executable.loaded(load_program(folder / name, backend)), step)
                 for name, outputs, step in data["backwards"]
             }
             losses = min(runs, key=len, default=())  # the fewest outputs
-            made, outputs, nodes = partial(_saved, runs), data["outputs"], (tuple(range(len(call.wanted))),)
-            programs = Programs(Executable.loaded(forward), outputs, call.differentiable, made, losses, nodes)
-        return Entry(guard, call, programs, EntryOptions("min_cut", backend), steps)
+            made, outputs, nodes = partial(_saved, runs), data["outputs"], (tuple(range(len(saved.wanted))),)
+            programs = Programs(Executable.loaded(forward), outputs, saved.differentiable, made, losses, nodes)
+        return Entry(guard, saved, programs, EntryOptions("min_cut", backend), steps)
 
 
 def _saved(runs: Mapping[tuple[int, ...], BackwardRun], outputs: tuple[int, ...], sizes: None) -> BackwardRun:

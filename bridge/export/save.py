@@ -104,8 +104,8 @@ def _programs(entry: Entry, folder: Path, number: int) -> dict[str, Any]:
     found: dict[str, Any] = {"forward": _write(made.forward.program, folder, f"{number}.forward")}
     found["outputs"] = made.num_outputs
     if made.is_frozen:
-        found["constants"] = _write(made.constants.program, folder, f"{number}.constants")
-        found["weights"] = tuple(made.weights)
+        found["constants"] = _write(made.constants.executable.program, folder, f"{number}.constants")
+        found["weights"] = made.constants.weights
         return found
     found["backwards"] = ()
     if made.differentiable:

@@ -22,6 +22,7 @@ from bridge.capture import one_capture_at_a_time
 from bridge.compile import backend_for
 from bridge.dispatch import entry as bound_module
 from bridge.dispatch.call_run import CallValues
+from bridge.dispatch.call_steps import plan_call
 from bridge.dispatch.entry import Entry, EntryOptions
 from bridge.dispatch.guards import EntryGuard
 from bridge.dispatch.programs import Programs, compile_programs
@@ -217,7 +218,7 @@ def test_the_steps_at_other_sizes_are_as_planned_for_them(dispatched, sizes):
     _, module = dispatched
     (entry,) = stats(module).entries
     sizes = dict(zip(("batch", "length"), sizes, strict=True))
-    anew = bound_module._planned(entry.lowered, entry.programs, entry.guard, entry.bound._observed(sizes))
+    anew = plan_call(entry.lowered, entry.programs, entry.guard, entry.bound._observed(sizes))
     assert [*map(str, entry.bound._planned(sizes))] == [*map(str, anew)]
 
 
