@@ -93,7 +93,7 @@ class Programs:
         forward: the compiled forward.
         num_outputs: number of results that the module returns; new buffer values and saved tensors follow them.
         differentiable: indices of the outputs that take a grad_out; ``not_differentiable``: of the other outputs.
-        device: the programs' device; ``device_type``: its type, for autocast.
+        device_type: the type of the programs' device, for autocast.
         masks: recomputed dropout masks, or ``None``.
         constants: the constants of a frozen call, which are bound to its forward; ``None``: the call is not frozen.
         nodes: per autograd node of a backward, in the order of execution, the places of its gradients among the inputs
@@ -121,8 +121,7 @@ class Programs:
     ):
         self.forward, self.num_outputs, self.differentiable = forward, num_outputs, tuple(differentiable)
         self.not_differentiable = [place for place in range(num_outputs) if place not in differentiable]
-        self.device = forward.program.backend.device
-        self.device_type = self.device.type
+        self.device_type = forward.program.backend.device.type
         self.nodes, self.masks, self._eager, self._make, self._expected = nodes, masks, eager, make, expected
         self.eager_backwards: Counter[str] = Counter()
         self.sizes, self.constants = None, constants
@@ -132,6 +131,11 @@ class Programs:
     def is_frozen(self) -> bool:
         """Whether the module's tensors are constants of the forward."""
         return self.constants is not None
+
+    @property
+    def device(self) -> torch.device:
+        """The programs' device."""
+        return self.forward.program.backend.device
 
     @property
     def frozen(self) -> FrozenCall | None:
