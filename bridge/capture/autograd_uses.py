@@ -19,7 +19,7 @@ from bridge.base.torch_internals import (
     saved_tensors_hooks,
     storage_id,
 )
-from bridge.capture.rows import memory_of
+from bridge.capture.rows import form_of, memory_of
 
 __all__ = ["DRAWS_ANEW", "CheckpointedReads", "SavedMemory", "SavedTensorsNeededError"]
 __all__ += ["draws_anew", "saved_here", "saved_unseen", "use_of_autograd", "written_and_read"]
@@ -152,14 +152,14 @@ class SavedMemory:
         if memory is not None:
             if memory not in self._looks:  # the reference keeps the id from being reused
                 self._looks[memory] = StorageWeakRef(tensor.untyped_storage()), set()
-            self._looks[memory][1].add(_look(tensor))
+            self._looks[memory][1].add(form_of(tensor)[:4])
             self._held[id(tensor)] = weakref.ref(tensor)
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> tuple[frozenset[int], frozenset[int]]:
         """``(indices of saved inputs, indices of inputs of which autograd saves another view)``."""
         if self.is_all:
             return frozenset(range(len(tensors))), frozenset()
-        looks = [(index, _look(each), self._looks_at(each)) for index, each in enumerate(tensors)]
+        looks = [(index, form_of(each)[:4], self._looks_at(each)) for index, each in enumerate(tensors)]
         themselves = frozenset(index for index, look, found in looks if look in found)
         return themselves, frozenset(index for index, look, found in looks if found - {look})
 
@@ -173,7 +173,3 @@ class SavedMemory:
 
     def _looks_at(self, tensor: torch.Tensor) -> set[tuple]:
         return self._looks.get(memory_of(tensor), (None, set()))[1]
-
-
-def _look(tensor: torch.Tensor) -> tuple:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()

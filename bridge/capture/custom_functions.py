@@ -187,8 +187,6 @@ class CustomFunctions:
 
     def _trace(self, kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
         name, where = kind.__name__, user_line(traceback.extract_stack()) or "forward"
-        if (chosen := _thread.chosen) is not None and name_of(kind) in chosen.kinds:
-            kind = opaque(kind)
         if _is_torchs_own(kind):
             self.lines[name] = where
             return apply_function(kind, args, kwargs)
@@ -374,7 +372,7 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any], distribut
         if current is None or is_torchs or not (is_opaque or torch.is_grad_enabled()):
             return apply_function(kind, args, kwargs)
         with while_active(_thread, handler=None):
-            return current(kind, args, kwargs)
+            return current(opaque(kind) if is_opaque else kind, args, kwargs)
 
     with while_active(_thread, handler=handler, distributed=distributed), applications_through(apply):
         yield

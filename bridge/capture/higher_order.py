@@ -217,18 +217,10 @@ def _over_all(function: Callable[..., Any], first: tuple, others: Sequence[Any])
 def _laid_out(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor whose axes lie in memory as another one's do, where its last axis then is dense; else that innermost."""
     order = sorted(range(x.ndim), key=like.stride, reverse=True)
-    strides = _strides(x.shape, order)
-    if strides[-1] != 1:
-        strides = _strides(x.shape, [*(axis for axis in order if axis != x.ndim - 1), x.ndim - 1])
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-
-
-def _strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Strides of a dense tensor, whose axes are given from the outermost to the innermost."""
-    strides, step = [0] * len(shape), 1
-    for axis in reversed(order):
-        strides[axis], step = step, step * shape[axis]
-    return strides
+    last = x.ndim - 1
+    if any(x.shape[axis] != 1 for axis in order[order.index(last) + 1 :]):
+        order = [*(axis for axis in order if axis != last), last]
+    return torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device).copy_(x)
 
 
 # Operators

@@ -157,10 +157,8 @@ def mapped(tree: Any, kind: type | tuple[type, ...], change: Any) -> Any:
         return tree
     if isinstance(tree, kind):
         return change(tree)
-    if type(tree) is tuple:
-        return tuple([each if type(each) in _PLAIN else mapped(each, kind, change) for each in tree])
-    if type(tree) is list:
-        return [each if type(each) in _PLAIN else mapped(each, kind, change) for each in tree]
+    if type(tree) in (tuple, list):
+        return type(tree)([each if type(each) in _PLAIN else mapped(each, kind, change) for each in tree])
     if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
         made = [mapped(each, kind, change) for each in tree]
         return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
