@@ -53,7 +53,7 @@ class Values:
         self._known: dict[int, tuple[Any, int]] = {}
         self._made: dict[tuple, tuple[Any, int]] = {}
         self._memory: dict[int, tuple[Any, int]] = {}
-        self._put_last: list[tuple[dict, Any]] | None = None
+        self._puts: list[tuple[dict, Any]] = []
         self._kept: list[torch.Tensor] = []
         self._allocated = 0
         for tensor in inputs:
@@ -133,32 +133,30 @@ class Values:
 
     # Attempts
 
-    def begin(self) -> tuple:
+    def begin(self) -> list[int]:
         """Begins an attempt, which may be rolled back → the token for :meth:`end`."""
-        record, before = self._record, self._put_last
-        self._put_last = []
-        return before, [len(each) for each in (record.rows, record.forms, record.memory, record.reads)]
+        record = self._record
+        return [len(each) for each in (self._puts, record.rows, record.forms, record.memory, record.reads)]
 
-    def end(self, begun: tuple, *, keep: bool) -> None:
+    def end(self, begun: list[int], *, keep: bool) -> None:
         """Ends an attempt: keeps its rows and values, or removes them."""
-        record, (before, lengths), put = self._record, begun, self._put_last
-        self._put_last = before if before is None or not keep else before + put
         if keep:
             return
+        record, (count, *lengths) = self._record, begun
         for each, length in zip((record.rows, record.forms, record.memory, record.reads), lengths, strict=True):
             del each[length:]
         first = lengths[1]
-        for table, key in put:
+        for table, key in self._puts[count:]:
             if key in table and table[key][1] >= first:
                 del table[key]
+        del self._puts[count:]
         for known in (record.free, record.literals):
             for number in [number for number in known if number >= first]:
                 del known[number]
 
     def _put(self, table: dict, key: Any, held: Any, number: int) -> tuple[Any, int]:
         table[key] = held, number
-        if self._put_last is not None:
-            self._put_last.append((table, key))
+        self._puts.append((table, key))
         return table[key]
 
 
