@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from bridge.base.torch_internals import aten, has_own_kernel, implements_composi
 from bridge.base.torch_recording import has_casts, is_below_autocast
 from bridge.capture.rows import Record, Row, ValueRef, values_in, written
 
-__all__ = ["CAST", "LAYERED", "Opening", "casts_first", "opening"]
+__all__ = ["CAST", "LAYERED", "casts_first", "opening"]
 
 CAST = aten.to.dtype
 """The operator that autocast calls to cast."""
@@ -33,40 +33,21 @@ _CONVERSIONS = (aten.to, aten.type_as)
 _ATTENTION, _MASK = aten.scaled_dot_product_attention.default, "attn_mask"
 
 
-@dataclass
-class Opening:
-    """The state of an operator while it is opened.
-
-    Attributes:
-        tensors: its tensor operands, in order.
-        is_certain: whether it is opened in any case.
-        has_cast: whether autocast has called an operator inside.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    is_certain: bool
-    has_cast: bool = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the rows recorded inside take its place."""
-        return self.is_certain or self.has_cast
-
-
-def opening(func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Opening | None:
-    """The opening of an operator with these operands; ``None`` if the operator itself is recorded."""
+def opening(func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> bool | None:
+    """Whether an operator with these operands is opened: ``True``, ``False`` for one that is opened if autocast casts
+    inside, or ``None`` if the operator itself is recorded."""
     if torch.is_autocast_enabled(current_device().type) and not is_below_autocast():
         if any(each.is_floating_point() for each in tensors):
             if has_casts(func):
-                return Opening(tensors, True)
+                return True
             is_composed = implements_composite(func) and not has_own_kernel(func, current_device())
             if is_composed and overload_packet(func) not in _CONVERSIONS:
-                return Opening(tensors, False)
+                return False
     if func is _ATTENTION and torch.is_grad_enabled():
         mask = args[3] if len(args) > 3 else kwargs.get(_MASK)
-        return Opening(tensors, True) if isinstance(mask, torch.Tensor) and mask.requires_grad else None
+        return True if isinstance(mask, torch.Tensor) and mask.requires_grad else None
     if func in LAYERED and current_device() == HOST and all(each.itemsize < 4 for each in tensors):
-        return Opening(tensors, True)
+        return True
     return None
 
 

@@ -41,7 +41,7 @@ from bridge.base.torch_recording import (
 )
 from bridge.capture.custom_functions import backward_running, function_running
 from bridge.capture.distributed import DistributedTensors
-from bridge.capture.opened import Opening, opening
+from bridge.capture.opened import opening
 from bridge.capture.prepared_twin import PreparedTwin
 from bridge.capture.rows import (
     NumberRead,
@@ -144,7 +144,7 @@ class OperatorRecorder(PreDispatchMode):
         self.paused, self._thread = False, get_ident()
         self.judge: Callable[[Any, Iterable, Iterable, Iterable], None] | None = None
         self._expected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._openings: list[Opening] = []
+        self._openings: list[bool] = []
         met = (lambda tensor: None) if protected is None else protected.add
         self.values = Values(self.record, inputs, answers is None, self._replayed is not None, met)
         self.values.distributed = DistributedTensors(self)
@@ -198,8 +198,7 @@ class OperatorRecorder(PreDispatchMode):
         if self._expected or self.values.in_script:
             args, kwargs, tensors = self._in_fakes(args, kwargs, tensors)
         if self._openings and is_below_autocast():
-            for each in self._openings:
-                each.has_cast = True
+            self._openings[:] = [True] * len(self._openings)
         operands = mapped(args, torch.Tensor, self.values.of), mapped(kwargs, torch.Tensor, self.values.of)
         if (it := self._symbols) and it.is_whole_slice(func, operands, args, self.record, self._answer()):
             return self._whole_slice(func, operands, args, (grad, (before, before), *place))
@@ -284,22 +283,22 @@ class OperatorRecorder(PreDispatchMode):
     def _inside(self, func: Any, tensors: Sequence, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """Runs an operator that may be opened → (its result, whether the record has the operators that it called in its
         place); ``(NotImplemented, False)`` for other operators."""
-        opened = opening(func, tensors, args, kwargs)
-        if opened is not None and not opened.is_certain and self.answers is not None:
+        is_open = opening(func, tensors, args, kwargs)
+        if is_open is False and self.answers is not None:
             known = self._answer()
-            opened = Opening(tensors, True) if known is not None and known.op is not func else None
-        if opened is None:
+            is_open = True if known is not None and known.op is not func else None
+        if is_open is None:
             return NotImplemented, False
         begun = self.values.begin()
-        self._openings.append(opened)
+        self._openings.append(is_open)
         keep = True  # the rows before an error stay
         try:
             with self:
                 if self._symbols is not None and (formula := self._symbols.inside(func)) is not None:
                     result = formula(*args, **kwargs)
                 else:
-                    result = called_below(func, opened.tensors, args, kwargs)
-            keep = opened.is_open
+                    result = called_below(func, tensors, args, kwargs)
+            keep = self._openings[-1]
         finally:
             self._openings.pop()
             self.values.end(begun, keep=keep)
