@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from operator import getitem
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import fx
@@ -277,7 +278,7 @@ class _Emitter(BelowFunctionalMode):
 
     def noted(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
         self._nodes[id(tensor)] = tensor, node
-        self.tensor_tracker[tensor] = _Tracked(_Proxied(node))
+        self.tensor_tracker[tensor] = SimpleNamespace(proxy=SimpleNamespace(node=node))
         return tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -322,11 +323,3 @@ class _Emitter(BelowFunctionalMode):
 
     def _operand(self, value: Any) -> Any:
         return self._nodes[id(value)][1] if isinstance(value, torch.Tensor) else self.sizes.of(value)
-
-
-class _Proxied(NamedTuple):
-    node: fx.Node
-
-
-class _Tracked(NamedTuple):
-    proxy: _Proxied

@@ -125,27 +125,6 @@ APPLY = own_operator("apply_opaque(str key, Tensor[] tensors) -> Tensor[]", _rec
 BACKWARD = own_operator("backward_opaque(str key, Tensor state, Tensor[] gradients) -> Tensor[]", _zero_gradients)
 
 
-class _Made:
-    """Notes the memory of the tensors that operators make while an opaque Function runs, as its run calls them.
-
-    Raises :class:`NotTraceable` in a backward that begins meanwhile: it might add to gradients that are the caller's.
-    """
-
-    def __init__(self) -> None:
-        self.memory: dict[int, StorageWeakRef] = {}
-        self._task = current_graph_task_id()
-
-    def called(self, call: Callable[[], Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs an operator → its result."""
-        if current_graph_task_id() != self._task:
-            raise NotTraceable("runs a backward inside, and cannot be traced")
-        made, given = call(), {storage_id(each) for each in tensor_leaves((args, kwargs))}
-        for each in tensor_leaves(made):
-            if storage_id(each) not in given:
-                self.memory[storage_id(each)] = StorageWeakRef(each.untyped_storage())
-        return made
-
-
 @dataclass
 class Opaque:
     """The opaque Functions of a run.
@@ -163,10 +142,25 @@ class Opaque:
     known: Sequence[str] | None = None
     applied: list[str] = field(default_factory=list)
     made: dict[int, StorageWeakRef] = field(default_factory=dict)
+    _task: int = -1
 
     def recorded(self) -> AbstractContextManager[None]:
         """While active, this thread's opaque Functions run here."""
         return while_active(_thread, run=self)
+
+    def called(self, call: Callable[[], Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs an operator of a Function → its result, whose memory is noted.
+
+        Raises:
+            NotTraceable: a backward that began meanwhile runs it: it might add to gradients that are the caller's.
+        """
+        if current_graph_task_id() != self._task:
+            raise NotTraceable("runs a backward inside, and cannot be traced")
+        made, given = call(), {storage_id(each) for each in tensor_leaves((args, kwargs))}
+        for each in tensor_leaves(made):
+            if storage_id(each) not in given:
+                self.made[storage_id(each)] = StorageWeakRef(each.untyped_storage())
+        return made
 
     def leaks(self, free: Iterable[tuple[torch.Tensor, int]]) -> list[Unsupported]:
         """Refusals of tensors that the Functions have made, and that forward got otherwise than as their results."""
@@ -214,9 +208,9 @@ class Opaque:
         before, drawn = [each.detach().clone() for each in tensors], len(self.draws.draws)
         for each in tensors:
             self.protect(each)
-        noted, inside = NotedContext(application.kind), _Made()
+        noted, self._task = NotedContext(application.kind), current_graph_task_id()
         here = torch.autograd.set_multithreading_enabled(False)  # the mode sees a GPU's backward as well
-        with while_active(self.draws, inside=inside), saved_unseen(), noted, here:
+        with while_active(self.draws, inside=self), saved_unseen(), noted, here:
             given = [each.data for each in tensors]
             addresses = {storage_id(each) for each in given}
             try:
@@ -225,7 +219,6 @@ class Opaque:
                 if "_Entered" not in str(error):
                     raise
                 raise NotTraceable("changes an argument that autograd follows, and cannot be traced") from None
-            self.made |= inside.memory
             results = _results(made, addresses, noted.partial)
             application = replace(
                 application,

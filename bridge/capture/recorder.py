@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,8 +75,6 @@ READS = {
 """Operators that return a tensor's number to Python -> its name in :data:`bridge.capture.scalar_guards.numbers_of`."""
 _OF_TWO = ("equal", "allclose")
 """Reads that compare two tensors; other reads take one number."""
-_FRESH = (aten.lift_fresh.default,)
-"""Operators that lift a tensor of numbers in the code: eager returns the same tensor, fake mode another one."""
 _QUESTIONS = ("prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel")
 _QUESTIONS += ("aten::sym_storage_offset", "aten::is_contiguous", "aten::_version", "aten::dim", "aten::size")
 """Operators that return metadata: no rows."""
@@ -84,19 +82,9 @@ _OUTSIDE = PreparedTwin.__call__.__code__
 """The code of forward's caller."""
 
 
-class _Facts(NamedTuple):
-    """Whether an operator returns metadata, reads numbers, lifts a tensor of numbers in the code, writes."""
-
-    is_question: bool
-    reads: bool
-    is_fresh: bool
-    writes: bool
-
-
 @cache
-def _facts(func: Any) -> _Facts:
-    is_question = func.name().partition(".")[0] in _QUESTIONS
-    return _Facts(is_question, func in READS, func in _FRESH, may_write(func))
+def _is_question(func: Any) -> bool:
+    return func.name().partition(".")[0] in _QUESTIONS
 
 
 def nested(op: str, where: str) -> Unsupported:
@@ -175,8 +163,8 @@ class OperatorRecorder(PreDispatchMode):
     # Rows
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, facts, is_mapped = kwargs or {}, _facts(func), innermost_transform() is not None
-        if self.paused or facts.is_question:
+        kwargs, is_mapped = kwargs or {}, innermost_transform() is not None
+        if self.paused or _is_question(func):
             return func(*args, **kwargs)
         tensors = list(leaves_in((args, kwargs), torch.Tensor))
         if (it := self.values.distributed).concerns(tensors):
@@ -187,13 +175,13 @@ class OperatorRecorder(PreDispatchMode):
             if any(map(has_wrapper, tensors)):  # the calls below it, on plain tensors, become the rows
                 with self:
                     return called_below(func, tensors, args, kwargs)
-        if facts.reads:
+        if func in READS:
             return self._number(func, args, kwargs)
         if self.answers is not None and func is aten.contiguous.default and self._is_contiguous(*args, **kwargs):
             return args[0]  # for contiguous real tensors no operator runs
         place, before = self._place_of_call(), len(self.draws)
         grad = torch.is_grad_enabled() or function_running() is not None
-        if facts.is_fresh:
+        if func is aten.lift_fresh.default:  # eager returns the same tensor, fake mode another one
             return self._literal(func, args, kwargs)
         if self._expected or self.values.in_script:
             args, kwargs, tensors = self._in_fakes(args, kwargs, tensors)
@@ -202,7 +190,7 @@ class OperatorRecorder(PreDispatchMode):
         operands = mapped(args, torch.Tensor, self.values.of), mapped(kwargs, torch.Tensor, self.values.of)
         if (it := self._symbols) and it.is_whole_slice(func, operands, args, self.record, self._answer()):
             return self._whole_slice(func, operands, args, (grad, (before, before), *place))
-        if self._protected is not None and facts.writes:
+        if self._protected is not None and may_write(func):
             for tensor in leaves_in(written_operands(func, args, kwargs), torch.Tensor):
                 self._protected.note(tensor)
         result, is_open = self._inside(func, tensors, args, kwargs)
@@ -228,7 +216,7 @@ class OperatorRecorder(PreDispatchMode):
             reason = "draws inside of torch.vmap"
             raise UnsupportedModule("", [Unsupported(str(func), line_of(place[0]), reason, "draw before it")])
         if self.judge is not None:
-            written = leaves_in(written_operands(func, args, kwargs), torch.Tensor) if facts.writes else ()
+            written = leaves_in(written_operands(func, args, kwargs), torch.Tensor) if may_write(func) else ()
             self.judge(func, tensors, written, leaves_in(result, torch.Tensor))
         self.record.rows.append(Row(func, *operands, results, grad, draws, *place))
         self.values.give_back()
@@ -254,7 +242,7 @@ class OperatorRecorder(PreDispatchMode):
         """Runs an operator on fake tensors, or replays the real run's row → its result."""
         known = self._answer()
         known = known if known and known.op is func and not self.record.raises(func, self.answers) else None
-        if known is not None and type(known.results) is ValueRef and not _facts(func).writes:
+        if known is not None and type(known.results) is ValueRef and not may_write(func):
             for given, value in zip(args, operands[0], strict=True):
                 if type(value) is ValueRef and self.record.same.get(value.number, value.number) == known.results.number:
                     return given  # an operator that does nothing returns its operand

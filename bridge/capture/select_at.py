@@ -144,7 +144,8 @@ def spell_selections(graph: fx.Graph) -> list[Unsupported]:
 def _spell(graph: fx.Graph, node: fx.Node) -> Iterator[Unsupported]:
     x, dim, index = node.args
     (memory,) = memory_at(node)
-    views, later = {node}, list(_behind(node))
+    nodes = list(graph.nodes)
+    views, later = {node}, nodes[nodes.index(node) + 1 :]
     for each in later:
         source = _source(each, memory)
         if source in views:
@@ -181,13 +182,6 @@ def _spell(graph: fx.Graph, node: fx.Node) -> Iterator[Unsupported]:
         yield Unsupported("Tensor.__setitem__", where, "writes in place through a view of a tensor that is expanded")
     node.replace_all_uses_with(copied)
     graph.erase_node(node)
-
-
-def _behind(node: fx.Node) -> Iterator[fx.Node]:
-    node = node.next
-    while node.op != "root":
-        yield node
-        node = node.next
 
 
 def _source(node: fx.Node, memory: int | None) -> fx.Node | None:
