@@ -47,11 +47,11 @@ from bridge.capture.rows import values_in
 from bridge.capture.scalar_guards import (
     COUNTS,
     FORMS,
-    SharedArrays,
     line_of_reading,
     names_of_reader,
     numbers_of,
     tensor_of,
+    written_arrays,
 )
 from bridge.capture.select_at import at_numbers, shared_views
 from bridge.capture.thread_isolation import functions_of_torch, replacements
@@ -86,7 +86,7 @@ class Functions:
 
     Attributes:
         bases: the memory of tensors that were indexed with numbers in tensors.
-        arrays: the numpy arrays that Python got.
+        arrays: the numpy arrays that Python got, which share memory with tensors; their numbers then, and the lines.
         old_names: for each ``x.data = value``: the row after it, and other values in the old memory of ``x``.
         integers: globals of code that converted a tensor to an integer or took its length, by their ids.
         reads_addresses: whether forward called a method whose result depends on a tensor's address.
@@ -97,7 +97,7 @@ class Functions:
         self.old_names: list[tuple[int, set[int]]] = []
         self._uses, self._running = list[tuple](), None
         self._before: list[tuple[torch.Tensor, str, Any]] = []
-        self.bases, self.arrays = set[int](), SharedArrays()
+        self.bases, self.arrays = set[int](), list[tuple[np.ndarray, np.ndarray, str]]()
         self.integers: dict[int, dict[str, Any]] = {}
         #: A key of :data:`bridge.capture.scalar_guards.COUNTS` and a tensor -> the count, which is noted as read.
         self.count: Callable[[str, torch.Tensor], int] = partial(_count, recorder)
@@ -176,7 +176,7 @@ class Functions:
         self._packed.refuse(result)
         if self.rules is None:
             return
-        self.rules.unsupported += self.arrays.written()
+        self.rules.unsupported += written_arrays(self.arrays)
         number_of, rows = self.recorder.values.number_of, self.recorder.record.rows
         returned = set(map(number_of, tensor_leaves(result)))
         for first, names in self.old_names:
@@ -313,7 +313,8 @@ def _as_array(function: Callable[..., Any], run: Functions, x: torch.Tensor, *ar
 
     def given() -> Any:
         array.append(function(x, *args, **kwargs))
-        return run.arrays.add(array[0], line_of_reading())
+        run.arrays.append((array[0], array[0].copy(), line_of_reading()))
+        return run.arrays[-1][1]
 
     copied = run.whole(x, given)
     return array[0] if array else copied

@@ -23,8 +23,8 @@ from bridge.base.errors import TORCH_DIR, Unsupported, is_user_file, line_of
 from bridge.base.torch_internals import VF, TensorBase
 from bridge.capture.prepared_twin import PreparedTwin
 
-__all__ = ["COUNTS", "FORMS", "ReadsDifferError", "ScalarGuard", "SharedArrays", "frozen", "line_of_reading"]
-__all__ += ["names_of_reader", "numbers_of", "same_numbers", "tensor_of"]
+__all__ = ["COUNTS", "FORMS", "ReadsDifferError", "ScalarGuard", "frozen", "line_of_reading"]
+__all__ += ["names_of_reader", "numbers_of", "same_numbers", "tensor_of", "written_arrays"]
 
 
 class ReadsDifferError(Exception):
@@ -290,23 +290,12 @@ tensor → the number) and the function's arguments, and returns the result or `
 # (``torch.tensor([n, 2 * n])``), which torch reads in C++, is computed from these tensors.
 
 
-class SharedArrays:
-    """The numpy arrays that forward got, which share memory with tensors."""
-
-    def __init__(self) -> None:
-        self._arrays: list[tuple[np.ndarray, np.ndarray, str]] = []
-
-    def add(self, array: np.ndarray, where: str) -> np.ndarray:
-        """Notes an array, its numbers and the line that asked for it → a copy of the numbers."""
-        self._arrays.append((array, array.copy(), where))
-        return self._arrays[-1][1]
-
-    def written(self) -> list[Unsupported]:
-        """Refusals of arrays whose numbers have changed since."""
-        reason = "an array that shares memory with a tensor is written, or the tensor is"
-        hint = "compute it with torch, or on a copy: x.clone().numpy()"
-        changed = [where for array, before, where in self._arrays if array.tobytes() != before.tobytes()]
-        return [Unsupported("Tensor.numpy", where, reason, hint) for where in changed]
+def written_arrays(arrays: Sequence[tuple[np.ndarray, np.ndarray, str]]) -> list[Unsupported]:
+    """Refusals of arrays whose numbers have changed; ``arrays``: each with a copy of its numbers and its line."""
+    reason = "an array that shares memory with a tensor is written, or the tensor is"
+    hint = "compute it with torch, or on a copy: x.clone().numpy()"
+    changed = [where for array, before, where in arrays if array.tobytes() != before.tobytes()]
+    return [Unsupported("Tensor.numpy", where, reason, hint) for where in changed]
 
 
 def tensor_of(data: Any, dtype: torch.dtype | None, device: Any) -> Any:
