@@ -75,10 +75,6 @@ _BY_MODULE = {module: (frozenset(names.split()), told) for (module, names), told
 _IN_MEMORY = ("StringIO", "BytesIO")
 
 
-def _nothing() -> None:
-    pass
-
-
 def is_a(value: Any, kinds: Any) -> bool:
     """Whether an object is of a class; runs none of its code, whereas ``isinstance`` asks its ``__class__``."""
     return issubclass(type(value), kinds)
@@ -104,7 +100,7 @@ def paired(function: Any) -> tuple[int, Callable[[], Any], tuple[str, str]] | No
     """
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if type(owner).__name__ == "ContextVar" and name in ("set", "reset"):
-        return (1 if name == "set" else -1), _nothing, _SETS  # the run has a context of its own
+        return (1 if name == "set" else -1), str, _SETS  # nothing to undo: the run has a context of its own
     if type(owner).__name__ == "SemLock" and name in ("acquire", "release"):
         return (1 if name == "acquire" else -1), owner.release, LOCKED
     return None
