@@ -140,7 +140,7 @@ def _goes_through(value: Any) -> Any:
 
 
 def _position(value: Any) -> Any:
-    """An iterator of Python's: what it goes through, and its place there, as it tells them to ``copy``."""
+    """An iterator of Python's → its container and its place there, as it tells them to ``copy``."""
     try:
         made, given, *place = value.__reduce__()
     except RuntimeError as error:  # a dictionary that has changed meanwhile
