@@ -251,13 +251,18 @@ def absolute(importer, node, x):
 
 @_complex(aten.sgn.default)
 def sgn(importer, node, x):
-    """``x / |x|``, and 0 at 0."""
-    size = absolute(importer, node, x)
+    """``x / |x|``, and 0 at 0. The gradient is divided by ``|x|`` last, as in torch: a small one stays finite where
+    ``1 / |x|`` overflows."""
+    size = stop_gradient(importer, node, absolute(importer, node, x))
     zero = _is_zero(importer, x)
     below = importer.emit(op.where(zero, importer.constant(1, dtype(size)), size))
     none = importer.constant(0, dtype(size))
-    divided = (importer.emit(op.divide(part, below)) for part in x.parts)
-    return Complex(*(importer.emit(op.where(zero, none, part)) for part in divided))
+    p, q = (importer.emit(op.divide(part, below)) for part in x.parts)
+    u, v = (stop_gradient(importer, node, part) for part in (p, q))
+    along = _add(importer, times(importer, p, u), times(importer, q, v))
+    across = (importer.emit(op.subtract(one, times(importer, along, n))) for one, n in ((p, u), (q, v)))
+    found = (with_derivative(importer, n, slope) for n, slope in zip((u, v), across, strict=True))
+    return Complex(*(importer.emit(op.where(zero, none, part)) for part in found))
 
 
 @_complex(aten.angle.default)

@@ -369,3 +369,15 @@ def test_sizes_that_vary_as_numbers(function):
     add_tvm_dispatch(module, torch.randn(5, dtype=torch.complex128), dynamic_shapes=(({0: torch.export.Dim("n")},),))
     torch.testing.assert_close(module(x), function(x))
     assert stats(module).hits == 1
+
+
+def test_the_gradient_of_a_sign_is_finite_where_its_reciprocal_overflows():
+    """As in eager, whose kernel of many elements computes it: ``(g - Re(conj(s) g) s) / |z|``."""
+    z = torch.full((64,), torch.finfo(torch.complex64).tiny / 16 * (1 + 0.5j), dtype=torch.complex64)
+    sign = (1 + 0.5j) / abs(1 + 0.5j)
+    cotangent = torch.full((64,), sign * (1 + 1e-3j), dtype=torch.complex64)  # nearly along z
+    module = add_tvm_dispatch(Function(lambda z: torch.sgn(z)), z.requires_grad_())
+    (found,) = torch.autograd.grad(module(z), z, cotangent)
+    wanted = 1e-3j * sign / (torch.finfo(torch.complex64).tiny / 16 * abs(1 + 0.5j))
+    assert stats(module).hits == 1
+    torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=1e-3, atol=0)
