@@ -233,7 +233,9 @@ def mish(importer, node, x):
 @rounds_once
 def log_sigmoid(importer, node, x):
     fake, buffer = importer.out(node)
-    return log_sigmoid_of(importer, x, fake), importer.filled(buffer, 0)
+    falling = op.exp(importer.emit(op.negative(importer.emit(op.abs(x)))))  # a GPU's buffer is empty
+    kept = importer.emit(falling) if buffer.numel() else importer.filled(buffer, 0)
+    return log_sigmoid_of(importer, x, fake), kept
 
 
 def log_sigmoid_of(importer, x, fake):

@@ -14,6 +14,7 @@ Graph search: a node → whether it, or a node that it is computed from, satisfi
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -89,8 +90,9 @@ def check_functional(node: fx.Node) -> None:
 
 
 def _results(made: Any) -> list[Any]:
-    """The results of a node; :class:`UnsupportedUse` for one that is no tensor."""
-    fields = list(made) if isinstance(made, tuple | list) else [made]
+    """The results of a node but for ``None`` in the place of one that is not asked for, as a masked operator
+    (``convolution_backward``) returns it; :class:`UnsupportedUse` for one that is no tensor."""
+    fields = [each for each in made if each is not None] if isinstance(made, tuple | list) else [made]
     if not fields or not all(isinstance(field, torch.Tensor | TensorMetadata) for field in fields):
         raise UnsupportedUse("returns something else than tensors")
     return fields
@@ -158,8 +160,7 @@ def _saved_results(node: fx.Node) -> list[int]:
     """
     if node.target in SHAPES:
         return []
-    made = node.meta["val"]
-    results = list(made) if isinstance(made, tuple | list) else [made]
+    results = _results(node.meta["val"])
     places = [place for place, each in enumerate(results) if each.dtype.is_floating_point]
     seen: set[int] = set()
 
@@ -176,8 +177,7 @@ def _saved_results(node: fx.Node) -> list[int]:
     except Exception as error:  # noqa: BLE001 - any error that torch raises for meta tensors
         swallowed(error)
         return places
-    made = made if isinstance(made, tuple | list) else [made]
-    return [place for place, each in enumerate(made) if storage_id(each) in seen and not each.is_complex()]
+    return [place for place, each in enumerate(_results(made)) if storage_id(each) in seen and not each.is_complex()]
 
 
 @converts(*WHOLE)
@@ -188,10 +188,11 @@ def whole(importer, node, *args, **kwargs):
     text, tensors = describe(args, kwargs, _saved_results(node))
     tensors = [importer.whole_of(tensor) for tensor in tensors]
     forms = fx.node.map_aggregate(node.meta["val"], joined_form)
-    made = importer.library("operator", [str(node.target), text, *tensors], forms)
     if not isinstance(forms, tuple | list):
-        return made
-    return tuple(importer.item(made, index) for index in range(len(forms)))
+        return importer.library("operator", [str(node.target), text, *tensors], forms)
+    made = importer.library("operator", [str(node.target), text, *tensors], _results(forms))
+    places = itertools.count()
+    return tuple(None if form is None else importer.item(made, next(places)) for form in forms)
 
 
 def computed_from(

@@ -234,8 +234,9 @@ def recurrent_layer(importer, node, *args):
     states = [importer.reshape(state, (shape(x)[1], size)) for state in (h, c)]
     options = {"cell": "lstm", "reverse": bool(reverse), "biases": biases, "fused": True}
     y, *last = _layer(importer, options, [x, *(weights if biases else weights[:2]), *states], 2)
-    *_, workspace = node.meta["val"]
-    return y, *(importer.reshape(each, shape(h)) for each in last), importer.filled(workspace, 0)
+    if any(user.args[1] == 3 for user in node.users):
+        raise UnsupportedUse("reads oneDNN's workspace, as a derivative inside forward does")
+    return y, *(importer.reshape(each, shape(h)) for each in last), None
 
 
 def _layer(importer: Any, options: dict[str, Any], tensors: list[Expr], states: int) -> list[Expr]:

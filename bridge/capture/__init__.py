@@ -1,6 +1,7 @@
 """Capture: a module's sample call → a functional ATen graph, from the record of an eager run (``docs/capture.md``)."""
 
 from bridge.capture.applications import apply_opaque, backward_opaque
+from bridge.capture.autograd_uses import leads_out
 from bridge.capture.captured import Captured, CapturedArguments, CapturedNames
 from bridge.capture.counted_dims import sized
 from bridge.capture.custom_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
@@ -62,6 +63,7 @@ __all__ += [
     "TANGENT",
 ]
 __all__ += ["UNKNOWN", "UPSAMPLES", "WHOLE", "WITH_GRADIENT", "Captured", "Counter", "Draw"]
+__all__ += ["leads_out"]
 __all__ += ["CapturedArguments", "CapturedNames", "ClosedFunction"]
 __all__ += ["DropoutOperand", "DynamicDim", "IsolatedRNG", "KeptPlace", "LoopedCall", "NotArithmeticError"]
 __all__ += ["NumberPlace", "Observation", "OperatorCall", "Output", "Parameter", "PreCallExpression", "RecordedCall"]

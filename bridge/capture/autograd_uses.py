@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,14 +16,22 @@ from bridge.base.errors import Unsupported, user_line
 from bridge.base.threads import stack_of
 from bridge.base.torch_autograd import checkpoint_frame, is_computed_again, puts_generators_back
 from bridge.base.torch_internals import (
+    current_graph_task_id,
     forward_ad_level,
     saved_tensors_hooks,
     storage_id,
 )
 from bridge.capture.rows import form_of, memory_of
 
-__all__ = ["DRAWS_ANEW", "CheckpointedReads", "SavedMemory", "SavedTensorsNeededError"]
-__all__ += ["draws_anew", "saved_here", "saved_unseen", "use_of_autograd", "written_and_read"]
+__all__ = [
+    "DRAWS_ANEW",
+    "AnotherRunError",
+    "CheckpointedReads",
+    "Derivatives",
+    "SavedMemory",
+    "SavedTensorsNeededError",
+]
+__all__ += ["draws_anew", "leads_out", "saved_here", "saved_unseen", "use_of_autograd", "written_and_read"]
 
 _HOOKS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 _ELSEWHERE = "do it around the call, in the training loop"
@@ -49,6 +58,41 @@ def use_of_autograd(
     if hooks is not None and of not in ("torch", "bridge"):  # the hooks of checkpoints and ``save_on_cpu`` keep numbers
         reason = "changes what autograd saves by functions of its own; a compiled call saves what its partition says"
         return "torch.autograd.graph.saved_tensors_hooks", reason, "use it around the call"
+    return None
+
+
+# Derivatives inside forward: the inputs of a call → whether a derivative with respect to one of them ends there.
+#
+# Eager follows the graph of the caller's tensors as well, which may lead from one argument to another. A compiled call
+# knows the rows of forward alone.
+
+
+@dataclass
+class Derivatives:
+    """Inputs of a run that derivatives inside forward concern.
+
+    Attributes:
+        derived: the inputs with respect to which forward takes derivatives.
+        followed: places among the arguments' tensors on which forward turns ``requires_grad`` on.
+        asked: ids of tensors whose ``requires_grad`` forward has read.
+    """
+
+    derived: set[int] = field(default_factory=set)
+    followed: set[int] = field(default_factory=set)
+    asked: set[int] = field(default_factory=set)
+
+
+def leads_out(tensors: Sequence[torch.Tensor], derived: Iterable[int]) -> str | None:
+    """Why eager's derivatives with respect to the tensors at some places differ from a compiled call's, or ``None``."""
+    graphs = [each for each in tensors if each.requires_grad and each.grad_fn is not None]
+    for place in derived:
+        tensor = tensors[place]
+        if sum(each is tensor for each in tensors) > 1:
+            return "a tensor is given twice, and forward takes a derivative with respect to it"
+        if any(each is not tensor for each in graphs):
+            return "forward takes derivatives, and another argument has a graph that may lead to their tensors"
+        if tensor._backward_hooks or tensor.retains_grad:
+            return "forward takes a derivative with respect to a tensor with a hook"
     return None
 
 
@@ -108,6 +152,20 @@ def written_and_read(read: dict[int, str], written: Iterable[int], names: Sequen
     ]
 
 
+class AnotherRunError(Exception):
+    """A run tells how another one has to begin.
+
+    Attributes:
+        followed: places among the argument tensors on which forward turns ``requires_grad`` on before it reads them:
+            they require grad from the start.
+        differentiates: whether forward runs a backward, for which autograd saves tensors, and composite operators are
+            opened.
+    """
+
+    def __init__(self, followed: Iterable[int], differentiates: bool):
+        self.followed, self.differentiates = frozenset(followed), differentiates
+
+
 class SavedTensorsNeededError(RuntimeError):
     """Autograd needs a saved tensor in a run without saved tensors: forward runs a backward."""
 
@@ -131,11 +189,11 @@ class SavedMemory:
 
     Attributes:
         is_all: whether every tensor counts as saved, and autograd saves them.
-        is_needed: whether autograd has needed one that it has not saved.
+        is_needed: whether autograd has needed one that it has not saved; ``in_backward``: a backward that forward runs.
     """
 
     def __init__(self, is_all: bool) -> None:
-        self.is_needed = False
+        self.is_needed = self.in_backward = False
         self.is_all, self._looks = is_all, dict[int, tuple[StorageWeakRef, set[tuple]]]()
         self._held: dict[int, weakref.ref] = {}
 
@@ -144,7 +202,7 @@ class SavedMemory:
         return saved_here() if self.is_all else graph.saved_tensors_hooks(self._note, self._unpack)
 
     def _unpack(self, saved: None) -> torch.Tensor:
-        self.is_needed = True
+        self.is_needed, self.in_backward = True, current_graph_task_id() != -1
         raise SavedTensorsNeededError
 
     def _note(self, tensor: torch.Tensor) -> None:

@@ -35,12 +35,14 @@ class CapturedArguments(NamedTuple):
         tensors: the leaves that are tensors (fake), in pytree order, then the counted sizes.
         leaves: all leaves, tensors replaced by ``None``. ``is_tensor``: for each, whether it is one.
         spec: pytree structure of ``(args, kwargs)``.
+        followed: places of the tensors on which forward turns ``requires_grad`` on.
     """
 
     tensors: tuple[torch.Tensor, ...]
     leaves: tuple[Any, ...]
     is_tensor: tuple[bool, ...]
     spec: pytree.TreeSpec
+    followed: frozenset[int] = frozenset()
 
 
 class CapturedNames(NamedTuple):

@@ -247,10 +247,6 @@ class DrawRecorder:
             self.complain(str(func), UNTOLD)
         if current_graph_task_id() != -1:
             self.differentiates = True
-            if not torch.is_grad_enabled() and not self.in_backward:
-                self.in_backward = True  # refused once
-                reason = "runs autograd inside forward: its result is a constant"
-                self.complain("torch.autograd.grad or backward", reason)
         if draws(func) and not _draws_nothing(func, args, kwargs):
             self.record(func, args, kwargs, result, mode.advance)
         return result

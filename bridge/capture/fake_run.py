@@ -96,7 +96,7 @@ def faking(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def fake_leaves(mode: FakeTensorMode, call: SampleCall, real: RealRun) -> tuple[list[Any], Any]:
     """The leaves of a call's arguments with fake tensors, as the runs have them, and their structure."""
-    leaves, spec = pytree.tree_flatten(own_leaves(call.args, call.kwargs, real.given.real_tensors))
+    leaves, spec = pytree.tree_flatten(own_leaves(call, real.given.real_tensors))
     for index, each in enumerate(leaves):
         if isinstance(each, torch.Tensor):
             leaves[index] = with_attributes(symbolic_leaf(mode, each, index, call.dims), each)
@@ -131,7 +131,12 @@ def fake_run_of(real: RealRun, change: Callable[[nn.Module], Any] = lambda twin:
         inputs = [*owned, *arguments, *attributes.values()]
         draws: list[Any] = [] if symbols is None else symbols.draws
         replays = symbols is None and not real.observation.differentiates
-        answers = {"answers": real.record, "symbols": symbols, "mode": mode if replays else None}
+        answers = {
+            "answers": real.record,
+            "symbols": symbols,
+            "mode": mode if replays else None,
+            "differentiates": real.observation.differentiates,
+        }
         recorder = OperatorRecorder(inputs, paths_of(twin), draws, **answers)
         recorder.values.distributed.own((name, placed[id(tensor)], local) for name, tensor, local in shards)
         functions = CustomFunctions(

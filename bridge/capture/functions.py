@@ -64,7 +64,9 @@ _SETTERS = {torch.Tensor.data.__set__: "data", torch.Tensor.grad.__set__: "grad"
 """Function that an assignment to a tensor's attribute calls -> the attribute."""
 _SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__, torch.Tensor.detach_)
 """Functions that may change whether autograd tracks a tensor."""
+_ASKS = torch.Tensor.requires_grad.__get__
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
+_BATCHED = "many derivatives at once inside forward, by vmap", "call autograd.grad for one after the other"
 _OTHER_MEMORY = "gives a tensor other memory or another gradient inside forward"
 _OLD_NAME = "what had the old memory of a tensor is read after it: it has the new numbers in a compiled call"
 _RUN_BACKWARD = ("backward", "grad")
@@ -123,9 +125,24 @@ class Functions:
         if func in _BACKWARDS:
             reason = "runs a backward inside forward, which adds to gradients that are the caller's"
             raise UnsupportedModule("", [Unsupported("torch.autograd.grad or backward", line_of_forward(), reason)])
+        if func is torch.autograd.grad:
+            self._derive(*args, **kwargs)
         if innermost_transform() is not None:
             return call(func, args, kwargs)
         return self._called(func, args, kwargs) if self.rules is None else self._watched(call, func, args, kwargs)
+
+    def _derive(self, outputs: Any, inputs: Any, *rest: Any, is_grads_batched: bool = False, **options: Any) -> None:
+        """Notes the inputs of the run among the inputs of a derivative."""
+        if is_grads_batched:
+            raise UnsupportedModule("", [Unsupported("is_grads_batched", line_of_forward(), *_BATCHED)])
+        for each in inputs if isinstance(inputs, tuple | list) else [inputs]:
+            number = self.recorder.values.number_of(each) if isinstance(each, torch.Tensor) else None
+            if number is None:
+                reason = "takes a derivative with respect to something that it has not computed with"
+                raise UnsupportedModule("", [Unsupported("torch.autograd.grad", line_of_forward(), reason)])
+            is_given = number < self.recorder.record.inputs or number in self.recorder.record.free
+            if is_given and self.rules is not None:
+                self.rules.derivatives.derived.add(number)
 
     def _judge(self, op: Any, tensors: Sequence, written: Iterable, results: Iterable) -> None:
         """Checks the writes and results of an operator that has run."""
@@ -253,6 +270,8 @@ class Functions:
         attribute = _SETTERS.get(func) if name in ("__set__", "__delete__") else None
         if name == "__set__" and attribute == "grad":
             rules.complain("Tensor.grad =", _OTHER_MEMORY)
+        if func == _ASKS:
+            rules.derivatives.asked.add(id(args[0]))
         with no_torch_function():
             if attribute is not None and rules.is_given(args[0]):
                 self._before.append((args[0], attribute, getattr(args[0], attribute)))
@@ -261,8 +280,8 @@ class Functions:
         self._running, called = func, self._called
         result = call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
         with no_torch_function():  # these reads of attributes are not forward's
-            if followed is not None and args[0].is_leaf and args[0].requires_grad != followed:
-                rules.switched(args[0])
+            if followed is not None and args[0].is_leaf:
+                rules.switched(args[0], followed, self.recorder.has_read(args[0]))
         return result
 
 

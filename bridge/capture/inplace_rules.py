@@ -14,7 +14,7 @@ import torch
 from bridge.base.errors import BY_DRAWS, Unsupported, user_line
 from bridge.base.threads import is_alone, stack_of
 from bridge.base.torch_internals import storage_id
-from bridge.capture.autograd_uses import CheckpointedReads
+from bridge.capture.autograd_uses import CheckpointedReads, Derivatives
 from bridge.capture.custom_functions import function_running
 
 __all__ = ["CHANGES_ARGUMENT", "FOREIGN_DRAW", "PARAMETER_HINT", "SWITCHED", "InPlaceRules"]
@@ -48,6 +48,7 @@ class InPlaceRules:
         without_grad: tensors, by id, whose ``.grad`` forward has read as ``None``.
         written_parameters: the memory of written parameters.
         memory: the memory of the inputs.
+        derivatives: inputs that forward's own derivatives concern.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class InPlaceRules:
     ):
         self.unsupported: list[Unsupported] = []
         self.memory = InputMemory(inputs)
-        given = [each for each in arguments if isinstance(each, torch.Tensor)]
+        self._given = given = [each for each in arguments if isinstance(each, torch.Tensor)]
+        self.derivatives = Derivatives()
         self._argument_storages = {storage_id(each) for each in given}
         self._followed_storages = {storage_id(each) for each in given if each.requires_grad}
         self._parameter_storages = {storage_id(p) for p in parameters}
@@ -103,9 +105,15 @@ class InPlaceRules:
         if not any(known.op == problem.op for known in self.unsupported):
             self.unsupported.append(problem)
 
-    def switched(self, leaf: torch.Tensor) -> None:
-        """Refuses setting ``requires_grad`` of an input: earlier rows ran with the other value."""
-        if any(each is leaf for each in self.memory.inputs.get(storage_id(leaf), ())):
+    def switched(self, leaf: torch.Tensor, before: bool, is_read: bool) -> None:
+        """Notes an argument on which forward turns ``requires_grad`` on before it reads it. Refuses other changes of an
+        input's: earlier rows ran with the other value."""
+        place = next((place for place, each in enumerate(self._given) if each is leaf), None)
+        if place is not None and leaf.requires_grad and not (is_read or id(leaf) in self.derivatives.asked):
+            self.derivatives.followed.add(place)
+        elif leaf.requires_grad != before and any(
+            each is leaf for each in self.memory.inputs.get(storage_id(leaf), ())
+        ):
             self.complain(
                 "requires_grad_", SWITCHED, "set it outside of forward, or dispatch the modules inside: whole=False"
             )

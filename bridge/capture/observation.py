@@ -166,6 +166,7 @@ class Observation:
         draws: its random draws, in order.
         unsupported: refusals.
         differentiates: whether forward runs a backward itself.
+        derived: indices of the inputs with respect to which it takes derivatives.
         reads_validation: whether forward depends on whether ``torch.distributions`` check their arguments.
         objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.pytrees`).
         counted: indices of the inputs whose version counter it moved. A batch norm writes its running statistics
@@ -182,6 +183,7 @@ class Observation:
     draws: list[Draw] = field(default_factory=list)
     unsupported: list[Unsupported] = field(default_factory=list)
     differentiates: bool = False
+    derived: frozenset[int] = frozenset()
     reads_validation: bool = False
     objects: list[Any] = field(default_factory=list)
     counted: frozenset[int] = frozenset()

@@ -33,9 +33,12 @@ _CONVERSIONS = (aten.to, aten.type_as)
 _ATTENTION, _MASK = aten.scaled_dot_product_attention.default, "attn_mask"
 
 
-def opening(func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> bool | None:
+def opening(
+    func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dict[str, Any], differentiates: bool
+) -> bool | None:
     """Whether an operator with these operands is opened: ``True``, ``False`` for one that is opened if autocast casts
-    inside, or ``None`` if the operator itself is recorded."""
+    inside or, where forward ``differentiates``, if it makes other tensors than its results (a formula may read them),
+    or ``None`` if the operator itself is recorded."""
     if torch.is_autocast_enabled(current_device().type) and not is_below_autocast():
         if any(each.is_floating_point() for each in tensors):
             if has_casts(func):
@@ -48,6 +51,9 @@ def opening(func: Any, tensors: Sequence[torch.Tensor], args: tuple, kwargs: dic
         return True if isinstance(mask, torch.Tensor) and mask.requires_grad else None
     if func in LAYERED and current_device() == HOST and all(each.itemsize < 4 for each in tensors):
         return True
+    if differentiates and torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        if implements_composite(func) and not has_own_kernel(func, current_device()):
+            return False
     return None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
+from itertools import count
 from types import MethodType
 from typing import Any
 
@@ -28,7 +29,7 @@ from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.rows import memory_of
 from bridge.capture.twin import Twin
 from bridge.guards import in_its_place
-from bridge.state import Snapshot, own_attributes
+from bridge.state import SampleCall, Snapshot, own_attributes
 
 __all__ = ["PreparedTwin", "Protected", "attributes_of", "copier", "own_leaves", "paths_of", "with_attributes"]
 
@@ -120,8 +121,9 @@ def cumulative_forward(self: BatchNormBase, x: Tensor) -> Tensor:
 # or with parameters; later calls need not. With separate memory, a result's memory identifies its argument.
 
 
-def own_leaves(args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor]) -> tuple[tuple, dict[str, Any]]:
+def own_leaves(call: SampleCall, owned: Iterable[torch.Tensor]) -> tuple[tuple, dict[str, Any]]:
     """The arguments with new leaves for tensors, which are copies where memory is shared with ``owned`` or another."""
+    places = count()
     taken = {storage_id(tensor) for tensor in owned if has_storage(tensor)}
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,9 +131,9 @@ def own_leaves(args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor
         if has_storage(leaf):
             leaf = copier()(leaf) if leaf.numel() and storage_id(leaf) in taken else leaf
             taken.add(storage_id(leaf))
-        return with_attributes(leaf.requires_grad_(tensor.requires_grad), tensor)
+        return with_attributes(leaf.requires_grad_(next(places) in call.followed or tensor.requires_grad), tensor)
 
-    return pytree.tree_map_only(torch.Tensor, own, (args, kwargs))
+    return pytree.tree_map_only(torch.Tensor, own, (call.args, call.kwargs))
 
 
 def copier() -> Callable[[torch.Tensor], torch.Tensor]:

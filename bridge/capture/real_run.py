@@ -17,7 +17,7 @@ from bridge.base.modes import modes_put_back
 from bridge.base.pytrees import containers_of, is_plain, objects_of, packed, packed_arguments, tensor_leaves, unpacked
 from bridge.base.torch_distributed import is_distributed, local_tensor
 from bridge.base.torch_internals import python_kernels, pytree, storage_id
-from bridge.capture.autograd_uses import SavedMemory, SavedTensorsNeededError
+from bridge.capture.autograd_uses import AnotherRunError, SavedMemory, SavedTensorsNeededError, leads_out
 from bridge.capture.custom_functions import CustomFunctions
 from bridge.capture.distributed import distributed_of
 from bridge.capture.draws import DrawRecorder, IsolatedRNG
@@ -71,7 +71,7 @@ class Given:
         self._copies = {id(each): made for made, each in self.buffers}
         self.computed: dict[int, torch.Tensor] = {}
         self.callers = tensor_leaves((call.args, call.kwargs))
-        self.args, self.kwargs = own_leaves(call.args, call.kwargs, self.real_tensors)
+        self.args, self.kwargs = own_leaves(call, self.real_tensors)
         self.leaves, self.in_spec = pytree.tree_flatten((self.args, self.kwargs))
         self.arguments = tensor_leaves(self.leaves)
 
@@ -187,6 +187,7 @@ def real_run_of(
     call: SampleCall,
     *,
     saves: bool = False,
+    differentiates: bool = False,
     kept: KeptState | None = None,
     origin: Mapping[int, Any] = MappingProxyType({}),
     writing: Mapping[type, Any] = MappingProxyType({}),
@@ -196,22 +197,28 @@ def real_run_of(
     Args:
         saves: whether autograd saves tensors, as a backward inside forward needs. Without them the run takes no more
             memory than one without grad mode.
+        differentiates: whether forward runs a backward.
         kept: places that the call sets (:mod:`bridge.capture.kept_state`), as the module has them.
         origin: if the module is the twin of an earlier run: id of each of its copies -> the original.
         writing: see :class:`bridge.capture.custom_functions.CustomFunctions`.
 
     Raises:
         SavedTensorsNeededError: autograd needed saved tensors, and ``saves`` is false.
+        AnotherRunError: forward runs a backward, or turns ``requires_grad`` of arguments on.
     """
     given = Given(call)
     prepared = PreparedTwin(call.module, lambda each: each if is_distributed(each) else given.own(each), watched=True)
     given.complete(prepared.module)
-    watch, left = _Watch(given, prepared, saves, writing), None
+    watch, left = _Watch(given, prepared, saves, differentiates, writing), None
     try:
         result = watch.run(call.module, origin)
     except Exception as error:
         watch.explain(error, call.name)
+        if (again := watch.another_run()) is not None:
+            raise again from error
         raise
+    if (again := watch.another_run()) is not None:
+        raise again
     if kept is not None:
         kept = kept.of(prepared.twin)
         left = kept.values()
@@ -246,7 +253,9 @@ class _Watch:
             functions, draws, tensors that autograd saves, and functions with a cache.
     """
 
-    def __init__(self, given: Given, prepared: PreparedTwin, saves: bool, writing: Mapping[type, Any]):
+    def __init__(
+        self, given: Given, prepared: PreparedTwin, saves: bool, differentiates: bool, writing: Mapping[type, Any]
+    ):
         self.given, self.prepared = given, prepared
         inputs, twin = given.inputs, prepared.module
         followed = [each for each in given.parameters if each.requires_grad]
@@ -255,9 +264,11 @@ class _Watch:
         geometry = [geometry_of(each) for each in inputs]
         registries = [(each._buffers, dict(each._buffers)) for each in twin.modules()]
         self.before = _Before(geometry, dict(twin.named_buffers(remove_duplicate=False)), registries)
-        self.saved = SavedMemory(saves)
+        self.saved = SavedMemory(saves or differentiates)
         self.protected, self.cached = given.protected(), CachedFunctions()
-        self.recorder = OperatorRecorder(inputs, paths_of(twin), self.observation.draws, self.protected)
+        self.recorder = OperatorRecorder(
+            inputs, paths_of(twin), self.observation.draws, self.protected, differentiates=differentiates
+        )
         name, recorder = type(twin).__name__, self.recorder
         recorder.values.distributed.own(distributed_of(given.tensors, given.real_tensors, given.owned))
         self.functions = CustomFunctions(name, recorder, writing)
@@ -311,6 +322,14 @@ class _Watch:
         """Raises a refusal in place of forward's error if an argument told forward something else than in eager."""
         if not isinstance(error, UnsupportedModule) and self.observation.reads and (it := self._told_otherwise(name)):
             raise UnsupportedModule(name, it) from error
+
+    def another_run(self) -> AnotherRunError | None:
+        """How another run has to begin, if this one began otherwise."""
+        followed = self.rules.derivatives.followed - self.given.call.followed
+        differentiates = (
+            self.draws.differentiates or self.saved.in_backward
+        ) and not self.recorder.record.differentiates
+        return AnotherRunError(followed, differentiates) if followed or differentiates else None
 
     def judge(self, module_name: str) -> None:
         """Notes changes by the run to its inputs and to modes, and which inputs autograd saves."""
@@ -418,8 +437,13 @@ class _Watch:
         rules.unsupported += self._told_otherwise(module_name)
         asked = [place for place, each in enumerate(given.inputs) if id(each) in rules.without_grad]
         observation.reads.tensors.asked.update(((place, "grad"), None) for place in asked)
+        observation.derived = frozenset(rules.derivatives.derived)
         _in_order(observation, {place: index for index, place in enumerate(run.order)})
         described = [record.free[n][0] if n in record.free else given.inputs[n] for n in run.order]
+        own = dict(enumerate((*given.real_tensors, *given.callers)))
+        own = [own.get(n, each) for n, each in zip(run.order, described, strict=True)]
+        if reason := leads_out([given.computed.get(id(each), each) for each in own], observation.derived):
+            rules.complain("torch.autograd.grad", reason, "detach the arguments, or dispatch a module inside")
         self._free_in_backward([index for index, n in enumerate(run.order) if n in record.free], described)
         saved = self.saved.results(leaves)
         describe_outputs(leaves, described, observation, rules, self.functions, saved)
@@ -450,7 +474,7 @@ def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
     reads = observation.reads
     asked = reads.tensors.asked
     reads.tensors.asked = {(index_of[place], name): None for place, name in asked if place in index_of}
-    for name in ("counted", "saved", "saved_views", "overwritten"):
+    for name in ("derived", "counted", "saved", "saved_views", "overwritten"):
         places = getattr(observation, name)
         setattr(observation, name, frozenset(index_of[each] for each in places if each in index_of))
     observation.checkpointed = {

@@ -124,6 +124,7 @@ class RecordedCall:
                 tuple(real.given.constants),
                 tuple(isinstance(leaf, torch.Tensor) for leaf in self.call.leaves),
                 real.given.in_spec,
+                real.given.call.followed,
             ),
             "observation": real.observation,
             "numbers": CapturedNumbers(tuple(each.reading for each in real.record.reads)),

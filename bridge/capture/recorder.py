@@ -123,9 +123,10 @@ class OperatorRecorder(PreDispatchMode):
         answers: Record | None = None,
         symbols: Symbols | None = None,
         mode: FakeTensorMode | None = None,
+        differentiates: bool = False,
     ):
         super().__init__()
-        self.record = Record(inputs=len(inputs))
+        self.record = Record(inputs=len(inputs), differentiates=differentiates)
         self._paths, self.draws, self._protected, self.answers = paths, draws, protected, answers
         self._symbols, self._replayed = symbols, None if mode is None else Replayed(answers, mode, self.record.fakes)
         self.asked: str | None = None
@@ -152,6 +153,11 @@ class OperatorRecorder(PreDispatchMode):
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._expected.get(id(tensor), (None, tensor))[1]
+
+    def has_read(self, tensor: torch.Tensor) -> bool:
+        """Whether a row has read a tensor."""
+        number = self.values.number_of(tensor)
+        return any(number in values_in((row.args, row.kwargs)) for row in self.record.rows)
 
     def told(self, number: int) -> torch.Tensor:
         """In a fake run: the tensor for a value of the real run."""
@@ -271,13 +277,13 @@ class OperatorRecorder(PreDispatchMode):
     def _inside(self, func: Any, tensors: Sequence, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """Runs an operator that may be opened → (its result, whether the record has the operators that it called in its
         place); ``(NotImplemented, False)`` for other operators."""
-        is_open = opening(func, tensors, args, kwargs)
+        is_open = opening(func, tensors, args, kwargs, self.record.differentiates)
         if is_open is False and self.answers is not None:
             known = self._answer()
             is_open = True if known is not None and known.op is not func else None
         if is_open is None:
             return NotImplemented, False
-        begun = self.values.begin()
+        begun, first = self.values.begin(), len(self.record.forms)
         self._openings.append(is_open)
         keep = True  # the rows before an error stay
         try:
@@ -287,6 +293,9 @@ class OperatorRecorder(PreDispatchMode):
                 else:
                     result = called_below(func, tensors, args, kwargs)
             keep = self._openings[-1]
+            if self.record.differentiates:
+                own = {self.values.of(each).number for each in leaves_in(result, torch.Tensor)}
+                keep = keep or not own.issuperset(range(first, len(self.record.forms)))
         finally:
             self._openings.pop()
             self.values.end(begun, keep=keep)
@@ -295,6 +304,8 @@ class OperatorRecorder(PreDispatchMode):
     def _whole_slice(self, func: Any, operands: tuple, args: tuple, rest: tuple) -> torch.Tensor:
         """Records a slice that spans the whole tensor at the sample's sizes; the real run has no row for it."""
         record, (whole, *_) = self.record, operands[0]
+        if self.record.differentiates and args[2:4] == (0, sys.maxsize) and args[4:] in ((), (1,)):  # of any size
+            return args[0]  # eager has no derivative of it
         result = func(*args)
         number = -1 - len(record.same)
         record.same[number] = record.same.get(whole.number, whole.number)

@@ -87,6 +87,7 @@ class Record:
         forms: metadata of each value when it was made.
         memory: for each value, the first value in its memory; negative where the memory is unknown.
         inputs: the number of values that are inputs of the run.
+        differentiates: whether forward runs a backward, so that composite operators are opened.
         literals: values of numbers written in the code → a copy of the tensor.
         free: values that are neither inputs nor made by rows → (the tensor, the row that first read it).
         reads: numbers that forward read, in order.
@@ -102,6 +103,7 @@ class Record:
     forms: list[Form] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     inputs: int = 0
+    differentiates: bool = False
     literals: dict[int, torch.Tensor] = field(default_factory=dict)
     free: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     reads: list[NumberRead] = field(default_factory=list)

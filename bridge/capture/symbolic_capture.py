@@ -96,7 +96,7 @@ def _with_extents(captured: Captured, sizes: SymbolicSizes, call: SampleCall, as
     values = {**dict(enumerate(pytree.tree_leaves((call.args, call.kwargs)))), **sizes.arguments}
     forms = [sizes.form(value) for value in values.values() if isinstance(value, torch.Tensor)]
     counted = captured.given.tensors[len(captured.given.tensors) - captured.sizes.counted :]
-    tensors = _arguments_of_sample(call, counted)
+    tensors = _arguments_of_sample(call, counted, [each.requires_grad for each in captured.given.tensors])
     captured = replace(captured, observation=observation, given=captured.given._replace(tensors=tensors))
     if not sizes.scope.samples:  # forward has fixed them all
         if captured.sizes.counted:
@@ -107,12 +107,15 @@ def _with_extents(captured: Captured, sizes: SymbolicSizes, call: SampleCall, as
     return replace(captured, sizes=found)
 
 
-def _arguments_of_sample(call: SampleCall, counted: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _arguments_of_sample(
+    call: SampleCall, counted: Sequence[torch.Tensor], requires_grad: Sequence[bool]
+) -> tuple[torch.Tensor, ...]:
     """Fake tensors with the sample's sizes: of the argument tensors, then of the counted ones."""
     mode = fake_mode(allow_non_fake_inputs=True)
     tensors = tensor_leaves((call.args, call.kwargs))
     tensors += [sized(hint(each.shape[0])) for each in counted]
-    made = tuple(mode.from_tensor(leaf.detach()).requires_grad_(leaf.requires_grad) for leaf in tensors)
+    pairs = zip(tensors, requires_grad, strict=True)
+    made = tuple(mode.from_tensor(leaf.detach()).requires_grad_(follows) for leaf, follows in pairs)
     clear_fake_memo(mode)
     return made
 

@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, fixed
 from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, STOPPED
+from bridge.capture.passes.decompositions import formulas
 from bridge.capture.recorder import READS
 from bridge.capture.rows import Record, Row, ValueRef, mapped, may_write, values_in
 from bridge.capture.symbolic_sizes import NotTranslatedError
+
+_OTHER_FORMULA = "is decomposed, and has another derivative then than autograd's formula"
 
 __all__ = ["SizeNodes", "TrainingGraph", "training_graph"]
 
@@ -71,6 +75,7 @@ class _Builder:
         self.made = TrainingGraph(fx.Graph(), {}, {}, mode)
         self.env: dict[int, fx.Node] = {}
         self.literals: dict[int, fx.Node] = {}
+        self.untracked: set[int] = set()
         self.names: set[str] = set()
         self.sizes = SizeNodes(self.made.graph)
 
@@ -119,6 +124,9 @@ class _Builder:
         args, kwargs = mapped((row.args, row.kwargs), ValueRef, self._node)
         args, kwargs = mapped((args, kwargs), SYMBOLIC, self.sizes.of)
         name = row.op.overloadpacket.__name__ if isinstance(row.op, OpOverload) else str(row.op)
+        if name.endswith("_backward") and row.op in formulas():
+            if not self.untracked.isdisjoint(values_in((row.args, row.kwargs))):
+                raise UnsupportedModule("", [Unsupported(str(row.op), line_of(row.where), _OTHER_FORMULA)])
         node = self.made.graph.create_node("call_function", row.op, args, kwargs, name=name)
         node.meta.update(self._told(index, row))
         node.meta[OF] = row.op
@@ -129,10 +137,16 @@ class _Builder:
             self.env[row.results.number] = node
         elif isinstance(row.results, tuple | list):
             node.meta["val"] = mapped(row.results, ValueRef, lambda value: self.fakes[value.number])
+            follows = self.grad and any(self.record.forms[number].requires_grad for number in values_in(row.results))
             for place, each in enumerate(row.results):
                 if isinstance(each, ValueRef) and each.number not in operands:
                     self.env[each.number] = item = self.made.graph.call_function(operator.getitem, (node, place))
                     item.meta.update(node.meta, val=self.fakes[each.number])
+                    form = self.record.forms[each.number]
+                    if follows and form.dtype.is_floating_point and not form.requires_grad:  # a mean, a buffer
+                        self.untracked.add(each.number)
+                        self.env[each.number] = detached = self.made.graph.call_function(aten.detach.default, (item,))
+                        detached.meta.update(item.meta)
         else:
             node.meta["val"] = row.results
 

@@ -17,7 +17,7 @@ from bridge.base.errors import RUN, GuardFailure, Unsupported, UnsupportedModule
 from bridge.base.pytrees import picker
 from bridge.base.tensor_properties import as_complex, as_parts
 from bridge.base.torch_internals import copy_each, no_torch_function
-from bridge.capture import Captured
+from bridge.capture import Captured, leads_out
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.chained import ChainedGradients, begin_chains, chain_results, chains_of, take_hooks
 from bridge.dispatch.eager_backward import VERSION, Held, held_apart
@@ -96,6 +96,7 @@ class CallRun:
         self.after += [partial(chain_results, programs, chains)] * bool(chains)
         self.after += [take_hooks] * (len(programs.differentiable) > 1)
         makers[steps.ReadNumbers] = self.before, partial(_numbers, device=torch.device(device_type))
+        makers[steps.Derive] = self.before, _derive
         makers[steps.MakeDraws] = self.before, partial(_draws, module_name=captured.module_name)
         makers[steps.Forward] = self.forward, partial(_forward, execute=execute, device_type=device_type)
         makers[steps.Checks] = self.forward, _checks
@@ -133,6 +134,26 @@ def _numbers(step: steps.ReadNumbers, device: torch.device) -> Action:
         check(call.inputs)
 
     return read
+
+
+def _derive(step: steps.Derive) -> Action:
+    def derive(call: CallValues) -> None:
+        if (reason := leads_out(call.inputs, {*step.derived, *step.followed})) is not None:
+            raise GuardFailure(RUN, "derivatives", reason)
+        followed, before = [call.inputs[place] for place in step.followed], call.undo
+        switched = [each for each in followed if not each.requires_grad]
+
+        def undo() -> None:
+            for each in switched:
+                each.requires_grad_(False)
+            if before is not None:
+                before()
+
+        for each in switched:
+            each.requires_grad_()
+        call.undo = undo
+
+    return derive
 
 
 def _draws(step: steps.MakeDraws, module_name: str) -> Action:

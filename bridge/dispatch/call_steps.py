@@ -22,8 +22,9 @@ from bridge.dispatch.recompute import Observed
 from bridge.dispatch.results import result_layouts
 from bridge.lowering import LoweredCall
 
-__all__ = ["STEPS", "Backward", "CallStep", "Checks", "Forward", "Generator", "Inputs", "MakeDraws", "ReadNumbers"]
-__all__ += ["Relayout", "Results", "Save", "SetAttributes", "WriteBack", "at_sizes", "input_names", "plan_call"]
+__all__ = ["STEPS", "Backward", "CallStep", "Checks", "Derive", "Forward", "Generator", "Inputs", "MakeDraws"]
+__all__ += ["ReadNumbers", "Relayout", "Results", "Save", "SetAttributes", "WriteBack", "at_sizes", "input_names"]
+__all__ += ["plan_call"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,26 @@ class Inputs(CallStep):
 
     def text(self) -> str:
         return _parts(_list(self.names), numbers=self.numbers, **{"made dense": self.strided})
+
+
+@dataclass(frozen=True)
+class Derive(CallStep):
+    """Derivatives that forward takes: turns ``requires_grad`` of arguments on, as forward does. A call whose
+    derivatives lead out of it runs eager.
+
+    Attributes:
+        derived: places of the inputs with respect to which forward takes derivatives.
+        followed: places of the arguments that require grad from then on.
+        names: of both.
+    """
+
+    kind = "derive"
+    derived: tuple[int, ...]
+    followed: tuple[int, ...]
+    names: tuple[tuple[str, ...], tuple[str, ...]]
+
+    def text(self) -> str:
+        return _parts(f"with respect to {_list(self.names[0])}", **{"requires grad from now on": self.names[1]})
 
 
 @dataclass(frozen=True)
@@ -353,6 +374,10 @@ def plan_call(
     found: list[CallStep] = [Inputs(inputs, tuple(numbers), tuple(strided))]
     if captured.numbers.expressions:
         found.append(ReadNumbers(captured.numbers.expressions))
+    if captured.given.followed or captured.observation.derived:
+        first = len(inputs) - len(captured.given.tensors)
+        places = tuple(sorted(captured.observation.derived)), tuple(sorted(first + n for n in captured.given.followed))
+        found.append(Derive(*places, tuple(tuple(inputs[place] for place in some) for some in places)))
     can_fail = bool(imported.checks) or imported.leaves_state or forward.can_fail
     if observed.draws:
         used = imported.input_draws + imported.dropout_draws

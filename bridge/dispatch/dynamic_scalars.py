@@ -78,7 +78,8 @@ def as_called(captured: Captured, call: SampleCall, count: int) -> Captured:
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     plain = tuple(None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True))
-    given = CapturedArguments(captured.given.tensors[count:], plain, tuple(is_tensor), spec)
+    followed = frozenset(place - count for place in captured.given.followed)
+    given = CapturedArguments(captured.given.tensors[count:], plain, tuple(is_tensor), spec, followed)
     sizes = captured.sizes._replace(shapes=captured.sizes.shapes[count:], strides=captured.sizes.strides[count:])
     return replace(captured, given=given, sizes=sizes)
 

@@ -90,9 +90,10 @@ def _unnoticed(entry: Entry, module: nn.Module) -> Iterator[None]:
 def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | None:
     """Times the call dispatched and eager; ``None`` if its work is not small, it raises, or it has side effects.
 
-    Generators and the module's Python state are restored, no ``grad`` changes. Not timed: calls that write buffers
-    or set attributes, calls with collectives (other processes would have to time them too), calls that run the user's
-    Python code or fill a function's cache, tensors with hooks, and calls in a checkpoint, which counts saved tensors.
+    Generators and the module's Python state are restored, no ``grad`` changes. Not timed: calls that write buffers,
+    set attributes or an argument's ``requires_grad``, calls with collectives (other processes would have to time them
+    too), calls that run the user's Python code or fill a function's cache, tensors with hooks, and calls in a
+    checkpoint, which counts saved tensors.
     """
     captured, module = entry.lowered.captured, call.module
     if captured.sizes.scope is not None:  # the sample's size is one of many
@@ -102,6 +103,7 @@ def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | Non
     if (
         not _is_small(entry)
         or captured.mutated
+        or captured.given.followed
         or captured.group
         or captured.runs_python
         or captured.state.kept

@@ -258,6 +258,7 @@ def _refuse(entry: Entry, module: nn.Module) -> None:
             guard.tree.sets_attributes,
             _HINT,
         ),
+        ("requires_grad of arguments, which forward sets", bool(captured.given.followed), "set it before the call"),
         ("deterministic algorithms", modes["deterministic algorithms"], "switch them off before the dispatch is added"),
         ("arguments on the host beside a GPU's", is_elsewhere, _HINT),
         ("a default device", guard.has_default_device, "add the dispatch without it"),

@@ -85,7 +85,7 @@ def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> t
     args, kwargs = _filled(parsed, tensors)
     made = target(*args, **kwargs)
     made = made if isinstance(made, tuple | list) else (made,)
-    return tuple(map(as_parts, made))
+    return tuple(as_parts(each) for each in made if each is not None)
 
 
 @library_function("operator")

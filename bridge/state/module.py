@@ -206,12 +206,14 @@ class SampleCall:
     Attributes:
         module: the module; ``args``, ``kwargs``: forward's arguments.
         dims: dynamic dimensions of the arguments (:func:`bridge.capture.dynamic_dims`).
+        followed: places of the argument tensors on which forward turns ``requires_grad`` on first.
     """
 
     module: nn.Module
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     dims: Sequence[Any] = ()
+    followed: frozenset[int] = frozenset()
 
     @property
     def name(self) -> str:

@@ -5,6 +5,23 @@ from __future__ import annotations
 __all__ = ["FUNCTIONS"]
 
 FUNCTIONS = '''\
+def slope(x, y, again=True):
+    """The derivative of a function of y with respect to x, or x where there is none."""
+    if not (x.requires_grad and y.requires_grad):
+        return x
+    of = [(y * y).sum()]
+    found = torch.autograd.grad(of, [x], create_graph=again, retain_graph=True, allow_unused=True)[0]
+    return x if found is None else found
+
+
+def at_leaf(x, function, again=True):
+    """The derivative of a function at the numbers of x."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        found = torch.autograd.grad(function(leaf).sum(), leaf, create_graph=again and x.requires_grad)[0]
+    return (found if x.requires_grad else found.detach()) * x
+
+
 class Doubled(torch.autograd.Function):
     """A custom function whose backward is not the derivative of its forward."""
 

@@ -13,7 +13,7 @@ from tests.fuzz.scope import Scope
 __all__ = ["VOCABULARY", "is_complex", "themes"]
 
 SHARE = {"complex": 0.25, "functions": 0.25, "counts": 0.1, "state": 0.15, "texts": 0.05, "pads": 0.05}
-SHARE |= {"computed": 0.06, "caches": 0.06, "control": 0.06}
+SHARE |= {"computed": 0.06, "caches": 0.06, "control": 0.06, "derivatives": 0.1}
 """The share of programs with each theme."""
 
 MAKES_COMPLEX = """
@@ -239,6 +239,16 @@ PADS = r"""
 {v} = F.affine_grid({x}.mean() * torch.eye(2, 3, dtype=D)[None], (1, 1, 2, 3))
 """
 
+DERIVATIVES = """
+slope({x}, {y}) | slope({x}, {y}, False) | slope({x}, {x}.tanh()) | slope({x} * 0.5, {y}) | slope({x}, {y}).tanh()
+slope({x}, {y}) + {x} | slope({x}, slope({x}, {y})) | at_leaf({x}, lambda t: (t * 0.7).sin() * t)
+at_leaf({x}, lambda t: F.gelu(t)) | at_leaf({x}, lambda t: F.layer_norm(t * t, t.shape[-1:]))
+at_leaf({x}, lambda t: F.dropout(t.sigmoid(), 0.3)) | at_leaf({x}, lambda t: t.softmax(-1) @ t.mT)
+at_leaf({x}, lambda t: t * {x}.mean(), False) | at_leaf({x}, lambda t: F.softplus(t).cumsum(0))
+at_leaf({x}, lambda t: (t.unsqueeze(0) - t.unsqueeze(1)).square().sum(-1).add(0.1).sqrt())
+at_leaf({x}, lambda t: at_leaf(t, lambda s: s.sin() * t)) | at_leaf({x}, lambda t: F.elu(t) * {x}.detach())
+"""
+
 
 def themes(seed: int) -> set[str]:
     """The themes of a seed's program, mostly none."""
@@ -274,7 +284,9 @@ def _lines(table: str):
 
 
 def _filled(scope: Scope, template: str) -> str | None:
-    slots = {"v": scope.fresh("v"), "x": scope.pick(), "z": scope.pick(is_complex), "w": scope.pick(is_complex)}
+    x = scope.pick()
+    y = scope.partner(x) if "{y}" in template and x else None
+    slots = {"v": scope.fresh("v"), "x": x, "y": y, "z": scope.pick(is_complex), "w": scope.pick(is_complex)}
     if any(f"{{{name}}}" in template and value is None for name, value in slots.items()):
         return None
     if "{p}" in template:
@@ -340,5 +352,6 @@ VOCABULARY = {
     "computed": ((_computed, 10.0, False), (_hyper, 3.0, False)),
     "caches": ((_lines(CACHED), 9.0, False), (_with_attributes(KEEPS), 6.0, False)),
     "control": ((_lines(CONTROL), 15.0, False),),
+    "derivatives": ((_expressions(DERIVATIVES), 6.0, True),),
 }
 """By theme."""

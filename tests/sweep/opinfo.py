@@ -87,6 +87,7 @@ def run_case(
     varying: int | None = None,
     recorded: bool = False,
     dtype: torch.dtype = torch.float64,
+    kind: type[OperatorModule] = OperatorModule,
 ) -> Outcome:
     """Forward and VJP of an operator's samples against autograd; ``varying``, ``recorded``: see :func:`check`."""
     start, options = time.perf_counter(), {"varying": varying, "recorded": recorded}
@@ -96,7 +97,7 @@ def run_case(
     with mock.patch.object(_opinfos(), "wrapper_set_seed", _without_seed):
         for sample in samples(name, limit, dtype):
             arguments = ((sample.input, *sample.args), sample.kwargs)
-            module = OperatorModule(_operators(dtype)[name].op, arguments)
+            module = kind(_operators(dtype)[name].op, arguments)
             tensors = tuple(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
             # The sample selects the well-defined part of the result (not the sign of a singular vector, for example).
             process = sample.output_process_fn_grad

@@ -14,11 +14,17 @@ from tests.sweep.check import Outcome, Verdict, combine
 
 __all__ = ["SUITES", "Settings", "run_cases"]
 
-SUITES = {name: f"tests.sweep.{name}" for name in ("opinfo", "opinfo_complex", "moduleinfo", "zoo", "special")}
+SUITES = {
+    name: f"tests.sweep.{name}"
+    for name in ("opinfo", "opinfo_complex", "opinfo_derived", "moduleinfo", "zoo", "special")
+}
 """The modules with ``names()`` and ``run_case(name, limit=, seed=)``."""
 
 TORCHS_LISTS = {
-    **dict.fromkeys(("opinfo", "opinfo_complex", "special"), ("torch.testing._internal.common_methods_invocations",)),
+    **dict.fromkeys(
+        ("opinfo", "opinfo_complex", "opinfo_derived", "special"),
+        ("torch.testing._internal.common_methods_invocations",),
+    ),
     "moduleinfo": ("torch.testing._internal.common_modules",),
 }
 """Their imports at the first use of a case."""

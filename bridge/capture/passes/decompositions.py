@@ -92,6 +92,17 @@ WHOLE = (
     *(aten.prod.default, aten.prod.dim_int, aten.put.default, aten.renorm.default, aten.segment_reduce.default),
     *(aten.smooth_l1_loss.default, aten.soft_margin_loss.default),
     *SHAPES,
+    # derivatives whose decomposition has another derivative than autograd's formula: at a kink, beside an infinity, or
+    # by a result that autograd does not track (a mean)
+    *(aten._prelu_kernel_backward.default, aten.binary_cross_entropy_backward.default, aten.elu_backward.default),
+    *(aten.glu_backward.default, aten.hardswish_backward.default, aten.huber_loss_backward.default),
+    *(aten.log_sigmoid_backward.default, aten.logit_backward.default, aten.smooth_l1_loss_backward.default),
+    *(aten.soft_margin_loss_backward.default, aten.softplus_backward.default),
+    *(aten._fused_rms_norm_backward.default, aten.cudnn_batch_norm_backward.default),
+    *(aten.native_batch_norm_backward.default, aten.native_group_norm_backward.default),
+    *(aten.native_layer_norm_backward.default, aten.nll_loss2d_backward.default, aten.nll_loss_backward.default),
+    *(aten.reflection_pad1d_backward.default, aten.reflection_pad2d_backward.default),
+    aten.reflection_pad3d_backward.default,
 )
 
 #: Draws whose distribution's parameters are tensors; torch's operator draws in its place in the program.

@@ -120,6 +120,8 @@ class ArgumentGuard:
         #: Reads the sizes of the argument tensors; ``None``: static shapes.
         self.sizes = argument_sizes(captured, names)
         self._given = argument_sizes(captured, names, counted=False) if captured.sizes.counted else self.sizes
+        self._followed = captured.given.followed
+        tensors = self._seen(tensors)
         self._tensors = (TensorGuard if self.sizes is None else partial(SizedTensorGuard, sizes=self._given))(
             tensors,
             kinds=[(torch.Tensor, nn.Parameter)] * len(tensors),
@@ -142,7 +144,16 @@ class ArgumentGuard:
             source.refuse(unlike, f"{explain}({place}, {value}, leaves[{i}])")
         pick = "leaves" if not self._constant_leaves else f"[{', '.join(f'leaves[{i}]' for i in self.tensor_leaves)}]"
         source.add(f"tensors = {pick}")
-        self._tensors.write(source, "tensors", inference, nested="tensors" if self.tensor_leaves else "")
+        seen = "tensors"
+        if self._followed:
+            seen = "seen"
+            source.add(f"seen = {source.name(self._seen, 'but for requires_grad')}(tensors)")
+        self._tensors.write(source, seen, inference, nested="tensors" if self.tensor_leaves else "")
+
+    def _seen(self, tensors: Sequence[Any]) -> list[Any]:
+        """The tensors as their conditions see them: whether one requires grad does not matter where forward sets it."""
+        pairs = enumerate(tensors)
+        return [each.detach() if i in self._followed and isinstance(each, torch.Tensor) else each for i, each in pairs]
 
     def leaves(self, call: SampleCall) -> list[Any]:
         """All leaves, in the sample's order. :class:`GuardFailure` if the structure differs."""

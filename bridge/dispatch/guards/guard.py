@@ -129,6 +129,7 @@ class EntryGuard:
         attributes = {(place.path, place.name): place.kind for place in numbers if place.leaf is None}
         leaves = {place.leaf: place.kind for place in numbers if place.leaf is not None}
         requires_grad = any(tensor.requires_grad for tensor in (*captured.module_tensors, *arguments))
+        requires_grad = requires_grad or bool(captured.given.followed)
         saves = torch.is_grad_enabled() and requires_grad
         self.tree = ModuleGuard(module, captured, saves=saves, numbers=attributes, reads=self.reads)
         asks = self.reads.mentions("is_grad_enabled", "is_inference_mode_enabled", "is_inference")

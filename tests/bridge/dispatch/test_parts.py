@@ -387,15 +387,21 @@ def test_a_branch_of_torchs_that_draws_between_parts():
 
 
 class Derived(nn.Module):
-    """A field and its gradient with respect to the positions, as physics-informed networks and force fields."""
+    """A field and its gradient with respect to the positions, which are read before autograd follows them, or that
+    reads a value which an operator has overwritten."""
 
     def __init__(self, switches):
         super().__init__()
         self.net, self.switches = nn.Sequential(nn.Linear(WIDTH, 20), nn.Tanh(), nn.Linear(20, 1)), switches
 
     def forward(self, x):
-        x = x.requires_grad_() if self.switches else x.detach().requires_grad_()
-        field = self.net(x)
+        if self.switches:
+            shift = x.mean()
+            field = self.net(x.requires_grad_()) + shift
+        else:
+            x = x.detach().requires_grad_()
+            field = self.net(x)
+            field.mul_(field.tanh())
         return field, torch.autograd.grad(field.sum(), x, create_graph=True)[0]
 
 
