@@ -115,6 +115,10 @@ def functional_graph(training: TrainingGraph) -> FunctionalGraph:
 def _not_made(node: fx.Node, error: Exception, symbolic: bool) -> Unsupported:
     if type(error) is not RuntimeError:
         return explain_error(error, user_line(node.meta.get("stack_trace")))
+    taken = [each.meta.get("val") for each in node.all_input_nodes]
+    for each in taken:
+        if isinstance(each, torch.Tensor) and each.layout is not torch.strided:
+            return refused_at(node, f"takes a tensor of layout {each.layout}")
     dynamic, told = " for sizes that vary" * symbolic, str(error).partition(".  ")[0]
     return refused_at(node, f"torch cannot make it functional{dynamic}: {told}")
 

@@ -176,6 +176,7 @@ _MAKES_SHAPES = (
 
 _DATA_DEPENDENT = "data-dependent control flow or shape"
 _BRANCH = "use torch.where, or dispatch the submodules on either side of it"
+_DENSE = "keep it dense, or dispatch the modules around it: whole=False"
 _SHAPE = "keep the shape (torch.where, masked_fill, a multiplication by the mask), or dispatch the rest: whole=False"
 
 #: Openings of torch's advice on exporting, compiling or reporting a bug, which does not apply to the user.
@@ -209,6 +210,8 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
     if first_line.startswith("The tensor has a non-zero number of elements, but its data is not allocated"):
         reason = "torch reads the numbers in C++, as LongTensor([t]) and x.new([t]) do: a graph would not hold them"
         return Unsupported("a tensor of tensors' numbers", where, reason, "make it by torch.tensor([t]) or torch.stack")
+    if first_line.startswith("Values and compressed tensor instance need to be on the same device"):
+        return Unsupported("a sparse tensor", where, "is numbers and their places: no program holds one", _DENSE)
     if kind == "UnsupportedOperatorException":
         return Unsupported(str(error).splitlines()[0], where, "an operator that has no shapes for fake tensors")
     return Unsupported("a run on fake tensors", where, f"{kind}: {_without_advice(first_line)}")

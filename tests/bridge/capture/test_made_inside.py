@@ -91,6 +91,14 @@ def given_away(m, h):
     return h + m.mean
 
 
+def square(h):
+    return (h @ h).to_dense()
+
+
+def in_rows(h):
+    return torch.sparse_csr_tensor(torch.arange(len(h) + 1), torch.arange(len(h)), h[:, 0], 2 * [len(h)])
+
+
 REFUSED = {
     "data of a result": (lambda m, h: (h.exp(), setattr(h, "data", 2 * h.detach()), h)[::2], "Tensor.data =: gives a"),
     "another form": (lambda m, h: (setattr(m.mean, "data", h.detach()), h)[1], "Tensor.data =: gives a tensor other"),
@@ -98,9 +106,12 @@ REFUSED = {
     "trained": (lambda m, h: (setattr(m.linear.weight, "data", m.mean + h[0]), h)[1], "Tensor.data ="),
     "no derivative": (lambda m, h: h * torch.bernoulli(h, 0.5), "eager has no derivative of it"),
     "no derivative of parameters": (lambda m, h: torch._sample_dirichlet(h.exp()) * h, "eager has no derivative of it"),
+    "a sparse matrix": (lambda m, h: in_rows(h) @ h, "a sparse tensor: .*\n    at .*test_made_inside.py"),
+    "a product of sparse matrices": (lambda m, h: square((h @ h.T).to_sparse_csr()), "takes a tensor of layout"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_others_are_refused_by_name(kind):
     then, words = REFUSED[kind]
