@@ -26,7 +26,7 @@ distributed/tensor/_ distributed/tensor/placement_types.py _weights_only_unpickl
 """.split()
 LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PYTHONS = "logging warnings.py tempfile.py importlib abc.py typing.py re/ sre_".split()
-_PYTHONS += "inspect.py traceback.py tokenize".split()
+_PYTHONS += "inspect.py linecache.py traceback.py tokenize".split()
 _PROCESSES = "util.py context.py synchronize.py process.py popen resource".split()
 _PYTHONS += [f"multiprocessing/{each}" for each in _PROCESSES]
 _CALLED = "utils/_config_module.py utils/weak.py hub.py storage.py distributed/device_mesh.py"
@@ -51,6 +51,7 @@ _ASKED_PYTHON = {
     "multiprocessing/context.py": "get_start_method",
     "multiprocessing/synchronize.py": "is_set get_value",
     "importlib/util.py": "find_spec",
+    "linecache.py": "getline getlines",
     "tempfile.py": "gettempdir gettempdirb gettempprefix gettempprefixb",
     "threading.py": "current_thread main_thread active_count get_ident is_set",
 }
