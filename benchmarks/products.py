@@ -22,7 +22,6 @@ from tvm.relax import op as R
 from autodiff.ir import build_function
 from bridge.base.session import SESSION
 from bridge.compile import Program, compile_function, host_backend
-from bridge.compile.cpu.build import attainable_rate
 from bridge.compile.cpu.products import CpuProducts, ProductTrial
 from bridge.compile.schedule.products import LayoutClass, ProductShape, is_generated
 
@@ -110,10 +109,8 @@ def main() -> None:
     options = parser.parse_args()
     SESSION.reset("choices")
     threads = torch.get_num_threads()
-    policy, rate = host_backend().products(threads, False), attainable_rate(host_backend().target) / 1e9
-    print(
-        f"torch {torch.__version__}, TVM {tvm.__version__}, {threads} threads of {rate:.0f} GFLOP/s at most (float32)\n"
-    )
+    policy = host_backend().products(threads, False)
+    print(f"torch {torch.__version__}, TVM {tvm.__version__}, {threads} threads\n")
     print("| product | shape | torch ms | GFLOP/s | ratios to torch's | chosen | chosen / best |")
     print("|---|---|---:|---:|---|---|---:|")
     for element_type in ("float32", "bfloat16"):

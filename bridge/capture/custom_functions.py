@@ -38,7 +38,6 @@ from bridge.base.torch_higher_order import INDEX
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
 from bridge.base.torch_recording import own_operator
 from bridge.capture.autograd_uses import SavedTensorsNeededError
-from bridge.capture.draws import unwatched
 from bridge.capture.opaque_functions import NotedContext, NotTraceable, Opaque, is_opaque, opaque
 from bridge.capture.rows import values_in, written
 from bridge.guards import read_later
@@ -187,8 +186,7 @@ class CustomFunctions:
         return {self._values.number_of(each) for each in tensors if isinstance(each, torch.Tensor)}
 
     def _trace(self, kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
-        with unwatched():  # the lines are read for this package, not for forward
-            name, where = kind.__name__, user_line(traceback.extract_stack()) or "forward"
+        name, where = kind.__name__, user_line(traceback.extract_stack()) or "forward"
         if _is_torchs_own(kind):
             self.lines[name] = where
             return apply_function(kind, args, kwargs)
