@@ -61,10 +61,11 @@ class Given:
         owned: the run's tensors in the place of the module's.
         attributes: paths of the tensors that are plain attributes of modules.
         inputs: owned, arguments and attributes, in this order.
+        origin: if the module is the twin of an earlier run: id of each of its copies -> the original.
     """
 
-    def __init__(self, call: SampleCall):
-        self.call = call
+    def __init__(self, call: SampleCall, origin: Mapping[int, Any]):
+        self.call, self.origin = call, origin
         self.tensors, self.real_tensors = module_tensors(call.module)
         copied, pairs = copier(), zip(self.tensors, self.real_tensors, strict=True)
         self.buffers = [(copied(each), each) for spec, each in pairs if spec.kind == "buffer"]
@@ -92,10 +93,12 @@ class Given:
         self.attributes = list(attributes)
         self.inputs = [*self.owned, *self.arguments, *attributes.values()]
 
-    def originals(self, prepared: PreparedTwin, origin: Mapping[int, Any]) -> dict[int, Any]:
-        """Id of each copy -> its original; ``origin``: the same for originals that are copies themselves."""
+    def originals(self, prepared: PreparedTwin) -> dict[int, Any]:
+        """Id of each copy -> its original; computed tensors of the first run stay the originals in all later ones."""
         found = {id(made): each for each in self.real_tensors if (made := self._copies.get(id(each))) is not None}
-        return found | {made: origin.get(id(each), each) for made, each in prepared.twin.originals.items()}
+        copies = [*prepared.twin.originals.items(), *self.computed.items()]
+        found |= {made: each for made, each in self.origin.items() if isinstance(each, torch.Tensor) and each.grad_fn}
+        return found | {made: self.origin.get(id(each), each) for made, each in copies}
 
     def protected(self) -> Protected:
         """The memory that the run may write and does not own."""
@@ -124,7 +127,8 @@ class Given:
         used = [place for place in range(behind, len(self.inputs)) if place in read]
         self.tensors += [_spec("attribute", self.attributes[place - behind], self.inputs[place]) for place in used]
         for tensor, row in record.free.values():
-            held = weakref.ref(self.computed.get(id(tensor), tensor))
+            original = self.computed.get(id(tensor), tensor)
+            held = weakref.ref(self.origin.get(id(original), original))
             self.tensors.append(_spec("free", _reader(record, row), tensor, held))
         return [*range(len(self.owned)), *used, *record.free, *range(len(self.owned), behind)]
 
@@ -206,12 +210,12 @@ def real_run_of(
         SavedTensorsNeededError: autograd needed saved tensors, and ``saves`` is false.
         AnotherRunError: forward runs a backward, or turns ``requires_grad`` of arguments on.
     """
-    given = Given(call)
+    given = Given(call, origin)
     prepared = PreparedTwin(call.module, lambda each: each if is_distributed(each) else given.own(each), watched=True)
     given.complete(prepared.module)
     watch, left = _Watch(given, prepared, saves, differentiates, writing), None
     try:
-        result = watch.run(call.module, origin)
+        result = watch.run(call.module)
     except Exception as error:
         watch.explain(error, call.name)
         if (again := watch.another_run()) is not None:
@@ -276,7 +280,7 @@ class _Watch:
         self.draws = DrawRecorder(self.observation.draws, rules.complain, inputs)
         self.draws.underived, self.functions.opaque.draws = rules.underived, self.draws
 
-    def run(self, module: nn.Module, origin: Mapping[int, Any]) -> Any:
+    def run(self, module: nn.Module) -> Any:
         """Runs the twin of ``module`` → forward's result."""
         given, prepared, rules, calls = self.given, self.prepared, self.rules, self.calls
         followed = [each for each in given.inputs if each.is_leaf and each.requires_grad]
@@ -289,7 +293,7 @@ class _Watch:
             self.modes = stack.enter_context(modes_put_back())
             stack.enter_context(IsolatedRNG(run=self.draws.called))
             stack.enter_context(self.functions.traced())
-            originals = given.originals(prepared, origin)
+            originals = given.originals(prepared)
             reads = recorded_reads(Reads(originals, prepared.module.named_modules(), self.cached.instead))
             self.observation.reads = reads
             for path, each in module.named_modules():

@@ -273,3 +273,37 @@ def test_tensors_in_containers_may_be_others_and_what_is_around_them_may_not(kin
 
     made = beside(lambda: (Contains(run), None), step, lambda m, own: (double(9, 3, 4),), hits=3 * (kind in ANEW))
     assert stats(made).hits == (3 if kind in ANEW else 0)
+
+
+class Keeps(nn.Module):
+    """Sets an attribute at each call, so that it is recorded from the state that a first run left."""
+
+    def __init__(self, holder):
+        super().__init__()
+        self.raw, self.holder, self.kept = nn.Parameter(double(1, 4)), holder, None
+
+    def prepare(self):
+        made = self.raw * 2, self.raw.sin()
+        holders = {"list": list(made), "tuple": made, "dict": dict(enumerate(made)), "object": SimpleNamespace(w=made)}
+        self.held = holders[self.holder]
+
+    def forward(self, x):
+        a, b = self.held.w if self.holder == "object" else (self.held[0], self.held[1])
+        y = x * a + b
+        self.kept = y * 2
+        return y
+
+
+@pytest.mark.parametrize("on_miss", ["eager", "compile"])
+@pytest.mark.parametrize("holder", ["list", "tuple", "dict", "object"])
+def test_a_module_that_keeps_state_has_the_gradient_of_computed_tensors(holder, on_miss):
+    module, eager = Keeps(holder), Keeps(holder)
+    module.prepare()
+    add_tvm_dispatch(module, double(10, 3, 4), on_miss=on_miss)
+    for i in range(3):
+        for each in (module, eager):
+            each.raw.grad = None
+            each.prepare()
+            (each(double(10 + i, 3, 4)).square().sum() + each.kept.sum()).backward()
+        torch.testing.assert_close(module.raw.grad, eager.raw.grad, rtol=1e-12, atol=1e-12)
+    assert stats(module).hits == 3 or holder == "object"  # another object may be a miss
