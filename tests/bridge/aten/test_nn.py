@@ -12,7 +12,7 @@ from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
 from bridge.base.session import SESSION
 from bridge.compile.translate import TRANSLATIONS
 from tests.bridge.compare import Call, Function, check_module
-from tests.device import ASSERTS
+from tests.device import ASSERTS, DEVICE
 from tests.sampling import sampled
 
 
@@ -154,6 +154,8 @@ HALF_TYPES = (torch.bfloat16, torch.float32, torch.float16)
     ids=str,
 )
 def test_bags_of_half_types(dtype, layout):
+    if DEVICE.type == "cuda" and dtype is torch.bfloat16 and "factors" in layout:
+        pytest.skip("torch has no such kernel for a GPU")
     eager, index = LaidOutBag(layout, dtype), torch.randint(0, 7, (12,))
     for options in ({}, {"dynamic_shapes": ({0: torch.export.Dim.DYNAMIC},)}):
         if options and "factors" in layout:
