@@ -114,6 +114,10 @@ class Doubling(nn.Linear):
         return 2 * super().forward(x)
 
 
+def flushed() -> Any:
+    return undone(lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False))
+
+
 def deterministic() -> Any:
     use = torch.use_deterministic_algorithms
     return undone(lambda: use(True), lambda: use(False))
@@ -207,6 +211,11 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
         f"{AUTOCAST}: compiled for False",
     ),
     "default dtype": (around(default_dtype), INTERPRETER, "default dtype: compiled for torch.float32"),
+    "numbers below the smallest normal one": (
+        around(flushed),
+        INTERPRETER,
+        "numbers below the smallest normal one: compiled for True, called with False",
+    ),
     "deterministic algorithms": (around(deterministic), INTERPRETER, "deterministic algorithms: compiled for False"),
     "validation of distributions": (
         around(unvalidated),

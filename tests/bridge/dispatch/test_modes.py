@@ -148,7 +148,7 @@ def test_a_call_that_is_served_already_is_not_compiled_again(pair):
     add_tvm_dispatch(module, rows(), on_miss="compile")
     assert stats(module).entries == [entry]
     module(rows()[:5])
-    assert stats(module).hits == 1 and len(stats(module).entries) == 2
+    assert stats(module).hits == 1 and entry not in stats(module).entries  # it served no call: one of all sizes does
 
 
 def test_another_strategy_takes_the_place_of_the_first(pair):
