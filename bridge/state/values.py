@@ -106,9 +106,8 @@ def refilled(value: Any, contents: Any) -> Any:
     """A container with the contents of another one of its class; runs none of its own methods."""
     kind = next(each for each in CONTAINERS if issubclass(type(value), each))
     kind.clear(value)
-    (kind.extend if kind is list else kind.update)(
-        value, [*(dict.items if kind in CONTAINERS[1:3] else iter)(contents)]
-    )
+    items = [*(dict.items(contents) if kind in CONTAINERS[1:3] else kind.__iter__(contents))]
+    (kind.extend if kind is list else kind.update)(value, items)
     return value
 
 

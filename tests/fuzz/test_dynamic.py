@@ -43,7 +43,7 @@ def test_random_modules_of_any_size(first):
     bugs = {seed: verdict for seed, verdict in found.items() if verdict.is_bug}
     assert not bugs, f"{bugs}\npython -m tests.fuzz --dynamic --show SEED --shrink prints a program"
     if first == 0 and torch.__version__ >= "2.13":  # operators of older versions fix more sizes
-        assert any(verdict.status == "same" and "6 of 6 served" in verdict.detail for verdict in found.values()), found
+        assert any(verdict.status == "same" and "5 of 6 served" in verdict.detail for verdict in found.values()), found
 
 
 def test_what_is_made_of_a_size_follows_it():

@@ -81,7 +81,7 @@ THEMES = {
     "control": {
         3035: ("= scan(",),
         3066: ("flex_attention(",),
-        3105: ("= while_loop(",),
+        3116: ("= while_loop(",),
         3110: ("torch.cond(", "mapped("),
     },
 }

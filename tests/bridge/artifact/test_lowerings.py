@@ -296,7 +296,7 @@ def test_records_know_every_field():
     known = {
         Captured: "module_name graph names module_tensors given results mutated observation state numbers read sizes "
         "device loop",
-        captured.CapturedArguments: "tensors leaves is_tensor spec",
+        captured.CapturedArguments: "tensors leaves is_tensor spec followed",
         captured.CapturedNames: "placeholders draws literals",
         captured.CapturedNumbers: "guards expressions by_draws",
         captured.CapturedSizes: "scope shapes strides lines counted",
@@ -308,8 +308,8 @@ def test_records_know_every_field():
         DropoutOperand: "dtype stride offset of",
         Output: "value is_tensor alias_of is_same_object shape stride offset dtype is_conjugate requires_grad reaches "
         "through is_saved is_held",
-        Observation: "outputs out_spec draws unsupported differentiates reads_validation objects counted "
-        "saved saved_views overwritten checkpointed reads",
+        Observation: "outputs out_spec draws unsupported differentiates derived reads_validation objects "
+        "counted saved saved_views overwritten checkpointed reads",
     }
     assert {kind: " ".join(kind.__annotations__) for kind in known} == known
 
