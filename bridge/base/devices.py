@@ -145,7 +145,7 @@ class _OfForward(_DeviceContext):
         return func(*args, **kwargs)
 
 
-_PASSES_ON = frozenset({"_any", "_watched", "_called", "called", "_in_form", "call"})
+_PASSES_ON = frozenset({"_any", "_as_python", "_called", "_in_form", "_watched", "call", "called", "handle"})
 """Functions of a capture's function mode that call one of forward's functions."""
 
 

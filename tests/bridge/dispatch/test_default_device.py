@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -166,3 +167,25 @@ def test_the_mode_sees_who_calls():
         assert torch.overrides._get_current_function_mode_stack() == given
     assert function_modes() == 0
     set_generators(state)
+
+
+class Asks(nn.Module):
+    """Raises where a factory does not follow the default device."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        if self.make().device.type != "meta":
+            raise RuntimeError("the default device is lost")
+        return x * 2
+
+
+FACTORIES = (partial(torch.empty, 2), partial(torch.arange, 8), partial(torch.tensor, [1.0]), partial(torch.rand, 3))
+
+
+@pytest.mark.parametrize("make", FACTORIES, ids=lambda make: make.func.__name__)
+def test_factories_follow_the_default_device_in_a_recorded_run(make):
+    with META, contextlib.suppress(UnsupportedModule):  # no tensor of a program is on the device meta
+        add_tvm_dispatch(Asks(make), torch.randn(3, device="cpu"))
