@@ -59,7 +59,7 @@ class Family:
 def families() -> Iterator[Family]:
     """The families of ``families.txt``, in order."""
     text = Path(__file__).with_suffix(".txt").read_text()
-    package = ""
+    package, known = "", set()
     for line in re.sub(r"\n +", " ", text).splitlines():
         if line.startswith("["):
             package = line.strip("[]")
@@ -71,7 +71,10 @@ def families() -> Iterator[Family]:
                 short = re.sub(r"^(\w+\.)*|Config(?=\()|\((\)|.*=\*\*.*|(?!use_|.*dropout).*)$", "", each)
                 if package == "transformers":
                     each = re.sub(r"^(\w+)\(?(.*?)\)?$", r"transformer(\1, \2)", each)
-                yield Family(package, named[1] if named else short, named[2] if named else each, arguments)
+                name = named[1] if named else short
+                name = each.partition("(")[0] if (package, name) in known else name  # another file's class of that name
+                known.add((package, name))
+                yield Family(package, name, named[2] if named else each, arguments)
 
 
 def _call(*args: Any, **kwargs: Any) -> Call:
