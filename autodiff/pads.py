@@ -16,7 +16,7 @@ from autodiff.body import Binding, Body, BodyScope, Scope, on_functions
 from autodiff.extents import Dim, Extent, at_most, same
 from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
 
-__all__ = ["join_pads"]
+__all__ = ["join_pads", "zero_padding"]
 
 _Part = tuple[Dim, Dim, Expr]
 
@@ -78,7 +78,7 @@ def join_pads(body: Body, since: int = 0) -> None:
     for binding in body.bindings:
         found = None
         if binding.op == "relax.nn.pad":
-            found = _padding(binding.value)
+            found = zero_padding(binding.value)
         elif binding.op == "relax.concat":
             found = _between_zeros(binding.value, body)
         elif binding.op == "relax.add" and pieces:
@@ -108,7 +108,7 @@ def _alike(a: Var, b: Var) -> bool:
     return len(shape(a)) == len(shape(b)) and all(map(same, shape(a), shape(b)))
 
 
-def _padding(call: Call) -> _Pieces | None:
+def zero_padding(call: Call) -> _Pieces | None:
     """The part of a zero padding along one axis; ``None`` for another padding."""
     if len(call.args) != 1 or str(call.attrs.pad_mode) != "constant" or float(call.attrs.pad_value) != 0:
         return None

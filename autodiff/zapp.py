@@ -21,6 +21,7 @@ from autodiff.gradients.registry import fit
 from autodiff.ir import Call, Constant, Expr, StringImm, Tuple, Var, dtype, library_name, op_name, permutation, shape
 from autodiff.library import call as library_call
 from autodiff.ops import having
+from autodiff.pads import zero_padding
 
 __all__ = ["LIKE", "deduplicate_views", "one_zapp", "reshaped", "zapp_like", "zero_zapp"]
 
@@ -116,13 +117,11 @@ def _real_operands(call: Call, scope: Scope) -> Expr | None:
     if library_name(call) != "library.operator":
         return None
     _, name, arguments, *tensors = call.args
-    real = {index: part for index, each in enumerate(tensors) if (part := _real_part(each, scope)) is not None}
-    text = arguments.value
-    for index in list(real):
+    text, real = arguments.value, {}
+    for index, each in enumerate(tensors):
         wide, narrow = (json.dumps({kind: index}) for kind in ("$complex", "$real"))
-        if wide not in text:
-            del real[index]
-        text = text.replace(wide, narrow)
+        if wide in text and (part := _real_part(each, scope)) is not None:
+            text, real[index] = text.replace(wide, narrow), part
     if not real:
         return None
     for index, part in real.items():
@@ -133,13 +132,15 @@ def _real_operands(call: Call, scope: Scope) -> Expr | None:
 def _real_part(value: Expr, scope: Scope) -> Expr | None:
     """``x``, of one element in the last dimension, of a tensor ``[x, 0]``; ``None`` for another one."""
     value = scope.definition(value)
+    last = len(shape(value)) - 1
     if op_name(value) == "relax.nn.pad":
-        widths, mode = [int(width) for width in value.attrs.pad_width], str(value.attrs.pad_mode)
-        zeros = mode == "constant" and float(value.attrs.pad_value) == 0
-        return value.args[0] if zeros and len(value.args) == 1 and widths == [0] * (len(widths) - 1) + [1] else None
+        pieces = zero_padding(value)
+        return (
+            value.args[0] if pieces and (pieces.axis, pieces.extent, pieces.parts[0][:2]) == (last, 2, (0, 1)) else None
+        )
     if op_name(value) != "relax.concat" or not isinstance(value.args[0], Tuple) or len(value.args[0].fields) != 2:
         return None
-    (real, imaginary), last = value.args[0].fields, len(shape(value)) - 1
+    real, imaginary = value.args[0].fields
     zeros = splat(imaginary, scope) == 0 and shape(real)[-1] == shape(imaginary)[-1] == 1
     return real if zeros and value.attrs.axis is not None and int(value.attrs.axis) % (last + 1) == last else None
 

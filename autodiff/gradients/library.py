@@ -389,14 +389,11 @@ def collective(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx_i = the library's vector-Jacobian product, one call per tensor, so that unused ones can be dropped"""
     name, arguments, *tensors = call.args
+    given, _, saved = json.loads(arguments.value)
     transform = _FOURIER.get(name.value)
-    if (
-        transform is not None
-        and (gradient := transform(json.loads(arguments.value)[0], tensors[0], g, emit)) is not None
-    ):
+    if transform is not None and (gradient := transform(given, tensors[0], g, emit)) is not None:
         return [None, None, gradient]
-    kept = json.loads(arguments.value)[2]
-    results = [emit(TupleGetItem(y, index)) if isinstance(y.ty, TupleType) else y for index in kept]
+    results = [emit(TupleGetItem(y, index)) if isinstance(y.ty, TupleType) else y for index in saved]
     if isinstance(y.ty, TupleType):
         outputs = [index for index, field in enumerate(y.ty.fields) if "float" in str(field.dtype)]
         grads = [emit(TupleGetItem(g, index)) for index in outputs]
