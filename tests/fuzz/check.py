@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, stats
+from bridge.base.torch_internals import COMPILED_CALL
+from bridge.dispatch import DispatchStats, PartStats
 from partition import MinCut
 from tests.device import DEVICE, generators, set_generators
 from tests.fuzz.calls import Call, calls_of, every, nothing
@@ -107,7 +110,7 @@ def judge(
     comparison = Comparison(eager, dispatched)
     try:
         add(dispatched, make_arguments(names, 0), options)
-        made, done = calls(), 0
+        made, done, counts = calls(), 0, _counted(eager)
         for call in made:
             done += comparison.call(call)
             if look is not None:
@@ -127,10 +130,39 @@ def judge(
     except Exception as error:  # noqa: BLE001 - any other exception is a bug to be listed
         return Verdict("crash", f"{one_line(error)} @ {place(error)}", is_lost(error))
     counted = stats(dispatched)
-    if not done <= counted.hits + counted.misses.total() <= len(made):
+    if not _counts_all(counted, counts, done, len(made)):
         return Verdict("wrong", f"{done} of {len(made)} calls returned, {counted}")
     if not counted.hits:
         return Verdict("missed", "; ".join(counted.misses))
     if comparison.imprecise:
         return Verdict("imprecise", f"eager's {', '.join(sorted(comparison.imprecise))} on {DEVICE.type}")
     return Verdict("same", "; ".join(counted.misses))
+
+
+def _counted(module: nn.Module) -> Counter[str]:
+    """Counts the calls of a module and of the modules inside it from now on, by path."""
+    counts: Counter[str] = Counter()
+
+    def counting(path: str, child: nn.Module) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[path] += 1
+            return child._call_impl(*args, **kwargs)
+
+        return call
+
+    for path, child in module.named_modules():
+        child.__dict__[COMPILED_CALL] = counting(path, child)
+    return counts
+
+
+def _counts_all(counted: DispatchStats, counts: Mapping[str, int], done: int, most: int) -> bool:
+    """Whether each call is a hit or a miss: of the model, or of each part as often as eager called the part.
+
+    Args:
+        counts: eager's calls by path.
+        done: the model's calls that returned; ``most``: all of them.
+    """
+    if not isinstance(counted, PartStats):
+        return done <= counted.hits + counted.misses.total() <= most
+    pairs = [(each.hits + each.misses.total(), counts[path]) for path, each in counted.parts.items()]
+    return all(told == wanted or (told < wanted and done < most) for told, wanted in pairs)

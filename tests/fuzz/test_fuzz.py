@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from bridge.base.session import SESSION
+from bridge.dispatch import DispatchStats
 from tests.fuzz.calls import calls_of
 from tests.fuzz.check import check
 from tests.fuzz.compare import Comparison, without_unused
@@ -177,6 +178,18 @@ def test_a_wrong_number_is_reported(monkeypatch, statement, word):
     monkeypatch.setattr("tests.fuzz.check.stats", lambda module: SimpleNamespace(hits=5, misses=Counter()))
     verdicts = [check(replace(written, seed=seed)) for seed in range(8)]  # variations of the call
     assert any(verdict.status == "wrong" and word in verdict.detail for verdict in verdicts), verdicts
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_each_call_of_a_part_is_counted(monkeypatch, lost):
+    """A part that runs twice in a call has two hits or misses; a call that is not counted is noticed."""
+    if lost:
+        monkeypatch.setattr(DispatchStats, "hits", property(lambda self: self._entries.hits - 1))
+    init = ("self.m = nn.Sequential(nn.Linear(4, 4, dtype=D), nn.Tanh())",)
+    drawn = "z = torch.rand(4, generator=torch.Generator().manual_seed(0)).to(D)"  # stays eager, and with it the model
+    verdict = check(program(drawn, "y = self.m(self.m(x) + z)", init=init))
+    assert verdict.status == ("wrong" if lost else "same"), verdict
+    assert not lost or "calls returned" in verdict.detail
 
 
 def test_noise_is_not_a_bug():
