@@ -296,7 +296,9 @@ def _judge_kinds(again: Again, call: Call, got: Played, want: Played) -> None:
         others += [again(strided, mode) for mode in (contextlib.nullcontext(), PartByPart())]
     for name in far:
         one, value = got.values[name].double(), want.values[name].double()
-        alternatives = [other.values[name].double() for other in others]
+        alternatives = [other.values[name].double() for other in others if other.values[name].shape == value.shape]
+        if not alternatives or (is_huge and len(alternatives) < len(others)):
+            continue  # noise changes its shape: eager's numbers are none to compare with
         stable = torch.stack([kind(other) == kind(value) for other in alternatives]).all(0)
         moved = max(finite_distance(other, value) for other in alternatives)
         allowed = max(NOISE_FACTOR * moved, floor(want.values[name]))

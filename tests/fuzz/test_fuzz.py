@@ -229,6 +229,8 @@ def test_a_sample_that_eager_refuses_at_the_states_draws_is_skipped():
         "x.index_select(0, rows)",
         "x.gather(0, rows[:, None])",
         "x.put(rows, x.flatten()[:4])",
+        "x.scatter(0, rows[:, None], 0.5)",
+        "x.index_fill(0, rows, 0.5)",
     ],
 )
 def test_an_error_inside_an_overwritten_value_may_go_unnoticed(gather):

@@ -48,9 +48,12 @@ def _adds_nothing(func: torch._ops.OpOverload, args: tuple) -> bool:
 
 def _moves_zeros(func: torch._ops.OpOverload, args: tuple) -> bool:
     """Whether it moves zeros out of or into an all-zero gradient: the gradient of an overwritten result."""
-    if func.overloadpacket.__name__.strip("_") not in _TAKE + _PUT or torch._C._current_autograd_node() is None:
+    name = func.overloadpacket.__name__.strip("_")
+    if name not in _TAKE + _PUT + _FILL or torch._C._current_autograd_node() is None:
         return False
-    return not any(arg.any() for arg in args if isinstance(arg, Tensor) and arg.is_floating_point())
+    values = [arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()]
+    values += [arg for arg in args[3:] if name in _FILL and isinstance(arg, (bool, int, float))]
+    return not any(torch.as_tensor(value).any() for value in values)
 
 
 _ADD = ("index_add", "scatter_add")
@@ -58,6 +61,8 @@ _PUT = ("index_put", "index_put_impl", "put")
 """Operators in gradients of gathers; the second line only if they accumulate."""
 _TAKE = ("take", "index", "gather", "index_select")
 """Further operators in gradients of scatters."""
+_FILL = ("scatter", "index_fill")
+"""Operators in gradients of those that write a number: they write a zero there. Their value is the fourth argument."""
 
 
 def _zeroed(func: torch._ops.OpOverload, args: tuple) -> list[Any]:
