@@ -20,9 +20,10 @@ from typing import Any
 
 from benchmarks.memory_blocks import BLOCKS, TRANSFORMERS, make
 from benchmarks.results import Results, machine, versions
+from benchmarks.saved_bytes import SavedBytes, saved_bytes, saved_for_backward
 from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, lower
-from bridge.show.memory import SavedBytes, kept_bytes, saved_bytes, saved_for_backward
+from bridge.show.report import kept_bytes
 from partition import MinCut, build_graph, fewest_bytes
 from partition.cost import flops, product, save_cost
 

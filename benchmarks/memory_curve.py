@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.memory_blocks import BLOCKS, make
+from benchmarks.saved_bytes import eager_saved_bytes
 from bridge import lower
-from bridge.show.memory import eager_saved_bytes, kept_bytes
+from bridge.show.report import kept_bytes
 from partition import Point, build_graph, curve
 from partition.cost import flops
 

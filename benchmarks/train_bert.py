@@ -32,9 +32,9 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 from transformers import BertConfig, BertForMaskedLM
 
+from benchmarks.saved_bytes import saved_for_backward
 from benchmarks.text import build_tokenizer, corpus, masked_batches
 from bridge import add_tvm_dispatch, stats
-from bridge.show.memory import saved_for_backward
 
 Batch = dict[str, Tensor]
 

@@ -330,7 +330,7 @@ print(f"forward + backward, dispatched / eager: {median['dispatched'] / median['
 print(f"compiled once, in {stats(twin).entries[0].compile_seconds:.1f} s")
 
 # %%
-from bridge.show.memory import saved_bytes
+from benchmarks.saved_bytes import saved_bytes
 
 smaller = lower(layer, x)
 print(saved_bytes(smaller, layer, (x,)))

@@ -258,7 +258,7 @@ assert torch.allclose(y, z)
 # change: the forward is the same under every strategy, bit for bit.
 
 # %%
-from bridge.show.memory import eager_saved_bytes
+from benchmarks.saved_bytes import eager_saved_bytes
 from partition import MinCut
 
 block = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Dropout(0.1)).train()

@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -269,26 +269,6 @@ def is_preservable(op: Any) -> bool:
 autograd_key = find("torch._C.DispatchKey.Autograd")
 
 _TRACERS = "_decomp _export _functorch _higher_order_ops _ops _prims _refs _subclasses _tensor_str export fx utils._"
-
-# Inductor and AOTAutograd: imported at first use
-
-
-@functools.cache
-def torch_partitioner() -> SimpleNamespace:
-    """The parts of AOTAutograd's and Inductor's partition of a joint graph; their import takes a second.
-
-    ``aot_module`` differentiates a module ahead of time, ``min_cut`` splits a joint graph, ``inductor_passes`` first
-    clean it up in place; decompositions are tables, made when called.
-    """
-    return SimpleNamespace(
-        aot_module=find("torch._functorch.aot_autograd.aot_module"),
-        min_cut=find("torch._functorch.partitioners.min_cut_rematerialization_partition"),
-        decompositions=find("torch._decomp.core_aten_decompositions"),
-        inductor_decompositions=find("torch._inductor.decomposition.select_decomp_table"),
-        inductor_passes=find("torch._inductor.fx_passes.joint_graph.joint_graph_passes"),
-        inductor_config=find("torch._inductor.config"),
-    )
-
 
 # Dynamo: imported at first use
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -15,11 +15,11 @@ from autodiff.ir import Function, bindings
 from bridge.compile import CallLibrary, Instruction, Launch, Program, RunLoop
 from bridge.dispatch import CallStep, Entry, PartStats, stats
 from bridge.lowering import LoweredCall, Origin, folded, megabytes
-from bridge.show.memory import kept_bytes
 from bridge.show.program_picture import ROOT, ProgramReport, StepRow
 from partition import Plan, bytes_text
 
-__all__ = ["WIDTH", "EntryReport", "Report", "choices_of", "cut", "explain", "more", "program_report", "table"]
+__all__ = ["WIDTH", "EntryReport", "Report", "choices_of", "cut", "explain", "kept_bytes", "more"]
+__all__ += ["program_report", "table"]
 
 #: Characters of a line, and of a cell, in the short form.
 WIDTH, _CELL = 118, 34
@@ -51,6 +51,24 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]], full: bool, right:
         cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append(cut(f"    {'  '.join(cells)}".rstrip(), full))
     return lines
+
+
+_STATE_BYTES = 16
+"""Bytes of a generator state: a seed and an offset."""
+
+
+def kept_bytes(lowered: LoweredCall, plan: Plan | None = None, computed: Collection[int] = ()) -> int:
+    """Bytes of saved intermediates and draws (masks) under a plan, which a dispatched call keeps alive.
+
+    ``plan``: by default the lowered call's. ``computed``: places of recomputed dropout masks, whose generator state is
+    kept instead.
+    """
+    given = len(lowered.captured.module_tensors) + len(lowered.captured.given.tensors)
+    plan = plan or lowered.plan
+    primals = zip(plan.saved_primals, plan.free, strict=False)  # free lists the primals first, then the outputs
+    return plan.bytes + sum(
+        _STATE_BYTES if index in computed else saved.bytes for index, saved in primals if index >= given
+    )
 
 
 _PRODUCTS = frozenset(["mm", "mm_lt", "mm_biased", "mm_swapped", "linear", "bmm"])

@@ -20,7 +20,7 @@ FEWER = {"steps=60": "steps=12", "epochs=12": "epochs=6", "lengths = (2, 4, 8)":
 """Numbers that a cell takes less time with, and claims the same."""
 
 PRELUDE = """
-from bridge.show.memory import PREPARATIONS
+from benchmarks.saved_bytes import PREPARATIONS
 from tests.unclocked import choose_without_clock
 
 choose_without_clock()

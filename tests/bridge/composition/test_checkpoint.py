@@ -17,8 +17,8 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from benchmarks.saved_bytes import saved_for_backward
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.show.memory import saved_for_backward
 
 KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 

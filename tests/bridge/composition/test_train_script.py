@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.saved_bytes import saved_for_backward
 from benchmarks.text import IGNORED, MASK, SPECIAL, build_tokenizer, mask_tokens, masked_batches
 from benchmarks.train_bert import Counts, Result, Training, failures, main, parse
-from bridge.show.memory import saved_for_backward
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.slow

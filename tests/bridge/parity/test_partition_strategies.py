@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.saved_bytes import saved_for_backward
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.rng.draws import Draws
-from bridge.show.memory import saved_for_backward
 from partition import MinCut
 from tests.bridge.compare import Call, assert_same, clone_tree, run
 from tests.bridge.models import bert_layer

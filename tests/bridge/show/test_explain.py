@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
+from benchmarks.saved_bytes import saved_for_backward
 from bridge import add_tvm_dispatch, explain, stats
-from bridge.show.memory import saved_for_backward
 
 
 def bert():

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import memory_curve
+from benchmarks.saved_bytes import SavedBytes, eager_saved_bytes, plan_with, saved_bytes
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.compile import compile_function
-from bridge.show.memory import SavedBytes, eager_saved_bytes, kept_bytes, plan_with, saved_bytes
+from bridge.show.report import kept_bytes
 from partition import MinCut
 from partition import cut as split_file
 from partition.cut import backward_order, peak_bytes
@@ -80,7 +81,7 @@ def test_keyword_arguments():
 
 
 def test_torch_min_cut_may_not_apply():
-    from bridge.show.memory import torch_min_cut_or_reason
+    from benchmarks.saved_bytes import torch_min_cut_or_reason
 
     class Untraceable(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

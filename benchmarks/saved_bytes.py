@@ -7,43 +7,46 @@ plan by its saved tensors. Not counted, since they are alive anyway: parameters,
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bridge.base.generators import gpus_in_use
-from bridge.base.torch_internals import pytree, torch_partitioner
+from bridge.base.torch_internals import find, pytree
 from bridge.lowering import LoweredCall, partition_options
+from bridge.show.report import kept_bytes
 from partition import Plan, Strategy, partition
 
-__all__ = ["PREPARATIONS", "SavedBytes", "eager_saved_bytes", "kept_bytes", "plan_with", "saved_bytes"]
-__all__ += ["saved_for_backward", "torch_min_cut", "torch_min_cut_or_reason"]
+__all__ = ["PREPARATIONS", "SavedBytes", "eager_saved_bytes", "plan_with", "saved_bytes", "saved_for_backward"]
+__all__ += ["torch_min_cut", "torch_min_cut_or_reason"]
 
-_STATE_BYTES = 16
-"""Bytes of a generator state: a seed and an offset."""
+
+@functools.cache
+def torch_partitioner() -> SimpleNamespace:
+    """The parts of AOTAutograd's and Inductor's partition of a joint graph; their import takes a second.
+
+    ``aot_module`` differentiates a module ahead of time, ``min_cut`` splits a joint graph, ``inductor_passes`` first
+    clean it up in place; decompositions are tables, made when called.
+    """
+    return SimpleNamespace(
+        aot_module=find("torch._functorch.aot_autograd.aot_module"),
+        min_cut=find("torch._functorch.partitioners.min_cut_rematerialization_partition"),
+        decompositions=find("torch._decomp.core_aten_decompositions"),
+        inductor_decompositions=find("torch._inductor.decomposition.select_decomp_table"),
+        inductor_passes=find("torch._inductor.fx_passes.joint_graph.joint_graph_passes"),
+        inductor_config=find("torch._inductor.config"),
+    )
 
 
 def plan_with(lowered: LoweredCall, strategy: str | Strategy) -> Plan:
     """The plan of another strategy for the same joint function."""
     joint = lowered["cleaned"].function
     return partition(joint, strategy=strategy, **partition_options(lowered, strategy)).plan
-
-
-def kept_bytes(lowered: LoweredCall, plan: Plan | None = None, computed: Collection[int] = ()) -> int:
-    """Bytes of saved intermediates and draws (masks) under a plan, which a dispatched call keeps alive.
-
-    ``plan``: by default the lowered call's. ``computed``: places of recomputed dropout masks, whose generator state is
-    kept instead.
-    """
-    given = len(lowered.captured.module_tensors) + len(lowered.captured.given.tensors)
-    plan = plan or lowered.plan
-    primals = zip(plan.saved_primals, plan.free, strict=False)  # free lists the primals first, then the outputs
-    return plan.bytes + sum(
-        _STATE_BYTES if index in computed else saved.bytes for index, saved in primals if index >= given
-    )
 
 
 def eager_saved_bytes(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> int:
