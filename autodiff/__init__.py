@@ -6,7 +6,7 @@ Given a :class:`Body` instead, a pass edits it: several passes in a row build no
 """
 
 from autodiff import gradients
-from autodiff.body import Body, RewriteCounts
+from autodiff.body import Body
 from autodiff.clean import clean, clean_joint
 from autodiff.differentiate import differentiate, drop_gradients, seed_vjp, without_grad_outs
 from autodiff.dropout import mask_dropout
@@ -26,7 +26,6 @@ from autodiff.zapp import deduplicate_views, one_zapp, zapp_like, zero_zapp
 __all__ = [
     "Body",
     "NoGradient",
-    "RewriteCounts",
     "UndifferentiableOp",
     "clean",
     "collectives_in_order",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, BodyScope, Scope, const, on_functions
+from autodiff.body import Binding, Body, BodyScope, Scope, const, on_functions, walk
 from autodiff.extents import same
 from autodiff.ir import Call, Expr, TupleGetItem, dtype, itemsize, library_name, shape
 
@@ -128,17 +128,10 @@ def spell_attention(body: Body, frozen: int) -> None:
     Safe: the same function of the same numbers; the kernel rescales sums along a row, so results differ by rounding.
     """
     found = {binding for binding in body.bindings if _is_spelled(binding)}
-    if not found:
-        return
-    scope = BodyScope(body)
-    for binding in body.bindings:
+    for binding, scope in walk(body):
         source = body.binding(binding.value.tuple_value) if isinstance(binding.value, TupleGetItem) else None
         if source in found:
             body.assign(binding, _spelled(_Fused.of(source.value), scope))
-            body.counts.rewrites += 1
-        scope.bindings.append(binding)
-    body.finish(scope.bindings, {})
-    body.prune()
 
 
 def _is_spelled(binding: Binding) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from tvm import relax
 from tvm.relax import op
@@ -37,19 +36,11 @@ from autodiff.library import number
 from autodiff.ops import having
 from autodiff.typed import normalizer
 
-__all__ = ["Binding", "Body", "BodyScope", "NameSupply", "RewriteCounts", "Rule", "Scope", "const", "names"]
-__all__ += ["on_functions", "ratio", "rewrite", "size", "splat"]
+__all__ = ["Binding", "Body", "BodyScope", "NameSupply", "Rule", "Scope", "const", "names", "on_functions", "ratio"]
+__all__ += ["rewrite", "size", "splat", "walk", "without"]
 
 #: Operators that :func:`autodiff.body.splat` looks through: a rule may depend on their operands.
 _LOOKED_THROUGH = having("view", "plain") | {"relax.full", "relax.full_like"}
-
-
-@dataclass
-class RewriteCounts:
-    """How many bindings rules have visited and rewritten."""
-
-    visits: int = 0
-    rewrites: int = 0
 
 
 class Binding:
@@ -82,7 +73,6 @@ class Body:
         params, outputs, attrs: the function's; outputs are variables or constants.
         bindings: in order.
         clock, edits: the time of edits, advanced by :meth:`tick`; the number of edits.
-        counts: visits and rewrites by rules.
     """
 
     def __init__(
@@ -94,7 +84,6 @@ class Body:
     ):
         self.params, self.outputs, self.attrs = list(params), list(outputs), dict(attrs or {})
         self.clock = self.edits = 0
-        self.counts = RewriteCounts()
         self._index = {param: Binding(param, None) for param in self.params}
         self._numbers: dict[Hashable, int] = {}
         self.normalize = normalizer()
@@ -305,9 +294,8 @@ def rewrite(body: Body, rules: Mapping[str | None, Iterable[Rule]], since: int =
             continue
         if replaced:
             body.substitute(binding, replaced)
-        applicable = rules.get(binding.op, ())
-        body.counts.visits += bool(applicable)
-        new = scope.apply(applicable, binding.value)
+        applicable = rules.get(binding.op)
+        new = scope.apply(applicable, binding.value) if applicable else None
         if new is None and isinstance(binding.value, Var | Constant):  # a plain copy
             new = binding.value
         if isinstance(new, Var | Constant):
@@ -317,10 +305,37 @@ def rewrite(body: Body, rules: Mapping[str | None, Iterable[Rule]], since: int =
             if new is not None:
                 body.assign(binding, new)
             scope.bindings.append(binding)
-        body.counts.rewrites += new is not None
     if body.edits != started:
         body.finish(scope.bindings, replaced)
         body.prune()
+
+
+def walk(body: Body) -> Iterator[tuple[Binding, BodyScope]]:
+    """Yields each binding, which may be assigned, with the scope that emits bindings before it.
+
+    At the end, drops the bindings that became unused.
+    """
+    started, scope = body.edits, BodyScope(body)
+    for binding in body.bindings:
+        yield binding, scope
+        scope.bindings.append(binding)
+    if body.edits != started:
+        body.finish(scope.bindings, {})
+        body.prune()
+
+
+def without(body: Body, replacement: Callable[[Binding], Expr | None]) -> None:
+    """Removes the bindings for which there is a replacement, an operand; their users read that instead."""
+    remaining: list[Binding] = []
+    replaced: dict[Binding, Expr] = {}
+    for binding in body.bindings:
+        body.substitute(binding, replaced)
+        instead = replacement(binding)
+        if instead is None:
+            remaining.append(binding)
+        else:
+            replaced[binding] = instead
+    body.finish(remaining, replaced)
 
 
 class BodyScope(Scope):

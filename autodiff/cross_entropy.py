@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, BodyScope, Scope, const, on_functions, rewrite, size, splat
+from autodiff.body import Binding, Body, Scope, const, on_functions, rewrite, size, splat, walk
 from autodiff.extents import Dim, from_tir, same, same_shape
-from autodiff.ir import Call, Expr, dtype, itemsize, op_name, shape
-from autodiff.normalization import cast, statistics_dtype
+from autodiff.ir import Call, Expr, compute_type, dtype, itemsize, op_name, shape
+from autodiff.normalization import cast
 
 __all__ = ["pick_rows"]
 
@@ -30,18 +30,14 @@ def pick_rows(body: Body) -> None:
     picks = dict(_picks(body))
     if not picks:
         return
-    scope = BodyScope(body)
     spelled: dict[Binding, _Spelled] = {}
     sources = set(picks.values())
-    for binding in body.bindings:
+    for binding, scope in walk(body):
         if binding in sources:
             parts = spelled[binding] = _Spelled.of(binding.value, scope)
             body.assign(binding, parts.of_elements(parts.wide, scope))
         elif binding in picks:
             body.assign(binding, _picked(binding, spelled[picks[binding]], scope))
-        scope.bindings.append(binding)
-        body.counts.rewrites += binding in sources or binding in picks
-    body.finish(scope.bindings, {})
     rewrite(body, {"relax.sum": [_sum_of_one]})
     body.prune()
 
@@ -98,7 +94,7 @@ class _Spelled(NamedTuple):
     def of(cls, call: Call, scope: Scope) -> _Spelled:
         """The parts, bound."""
         x, axis = call.args[0], int(call.attrs.axis)
-        wide = cast(x, statistics_dtype(dtype(x)), scope, "log_softmax_wide")
+        wide = cast(x, compute_type(dtype(x)), scope, "log_softmax_wide")
         largest = scope.emit(op.max(wide, [axis], keepdims=True), "log_softmax_max")
         powers = scope.emit(op.exp(scope.emit(op.subtract(wide, largest), "log_softmax_shifted")), "log_softmax_exp")
         total = scope.emit(op.sum(powers, [axis], keepdims=True), "log_softmax_sum")

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from tvm import relax
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, BodyScope, NameSupply, Scope, on_functions, splat
+from autodiff.body import Binding, Body, BodyScope, NameSupply, Scope, on_functions, splat, without
 from autodiff.clean import until_settled
 from autodiff.cross_entropy import pick_rows
 from autodiff.errors import NoGradient, UndifferentiableOp
@@ -34,6 +34,7 @@ from autodiff.ir import (
     Function,
     TupleType,
     Var,
+    compute_type,
     dtype,
     is_float,
     library_name,
@@ -42,7 +43,7 @@ from autodiff.ir import (
     substitute,
 )
 from autodiff.memory import OVERWRITTEN, read_memory, with_own_results
-from autodiff.normalization import cast, fold_normalizations, statistics_dtype
+from autodiff.normalization import cast, fold_normalizations
 from autodiff.ops import having
 from autodiff.products import simplify_transposes
 from autodiff.redundancy import live_bindings, unique_names
@@ -82,7 +83,7 @@ def seed_vjp(body: Body, outputs: Sequence[int]) -> None:
         grad_out = relax.Var(name, output.ty)
         body.add_param(grad_out)
         # TVM refuses a half target; the cast's gradient casts back, which `clean` removes.
-        wide = statistics_dtype(dtype(output))
+        wide = compute_type(dtype(output))
         weighted = scope.emit(
             op.multiply(cast(output, wide, scope, f"wide_{index}"), cast(grad_out, wide, scope, f"{name}_wide")),
             f"weighted_{index}",
@@ -193,7 +194,7 @@ _RULES: dict[str | None, _Rule] = {
 }
 
 
-_CUSTOM, _GIVEN, _WITH = "library.custom_gradient", "library.given", "library.with_derivative"
+_CUSTOM, _GIVEN, _WITH_DERIVATIVE = "library.custom_gradient", "library.given", "library.with_derivative"
 
 
 def put_gradients(body: Body) -> None:
@@ -224,15 +225,7 @@ def drop_gradients(body: Body) -> None:
     """Drops custom gradients from a function that is not differentiated. Safe: ``with_derivative(x, ..)`` is ``x``."""
     if not any(library_name(binding.value) == _CUSTOM for binding in body.bindings):
         return
-    replaced: dict[Binding, Expr] = {}
-    remaining = []
-    for binding in body.bindings:
-        body.substitute(binding, replaced)
-        if library_name(binding.value) == _WITH:
-            replaced[binding] = binding.value.args[1]
-        else:
-            remaining.append(binding)
-    body.finish(remaining, replaced)
+    without(body, lambda each: each.value.args[1] if library_name(each.value) == _WITH_DERIVATIVE else None)
     body.prune()
 
 
@@ -265,7 +258,6 @@ def _in_order(bindings: list[Binding]) -> list[Binding]:
 
 Pairs = list[tuple[Var, Expr]]
 _STOP = "relax.grad.no_grad"
-_WITH_DERIVATIVE = "library.with_derivative"
 
 
 @on_functions
@@ -317,10 +309,9 @@ def differentiate(
     body.outputs = [*primal, *(renamed.get(gradient, gradient) for gradient in wanted)]
     gradient = [body.define(var, value) for var, value in backward]
     body.bindings += gradient
-    _remove(body, lambda each: each.op == _STOP or library_name(each.value) == _WITH_DERIVATIVE)
+    without(body, _marked)
     read_memory(body, {*gradient}, owners, again, statistics)
-    # a parameter's last is a result
-    _remove(body, lambda each: library_name(each.value) == OVERWRITTEN and not int(each.value.args[3].value))
+    without(body, _seen_before)
     body.prune()
     put_gradients(body)
     pick_rows(body)
@@ -400,18 +391,17 @@ def backward_bindings(body: Pairs, scalar: Var) -> tuple[Pairs, dict[Var, Expr]]
     return remaining, {var: equal.get(gradient, gradient) for var, gradient in gradients.items()}
 
 
-def _remove(body: Body, is_done: Callable[[Binding], bool]) -> None:
-    """Replaces finished marker calls by their operands."""
-    remaining: list[Binding] = []
-    replaced: dict[Binding, Expr] = {}
-    for binding in body.bindings:
-        if replaced:
-            body.substitute(binding, replaced)
-        if is_done(binding):
-            replaced[binding] = binding.value.args[0 if binding.op == _STOP else 1]  # after the function's name
-        else:
-            remaining.append(binding)
-    body.finish(remaining, replaced)
+def _marked(binding: Binding) -> Expr | None:
+    """The value that a call marks, for gradients alone: it has been differentiated."""
+    if binding.op == _STOP:
+        return binding.value.args[0]
+    return binding.value.args[1] if library_name(binding.value) == _WITH_DERIVATIVE else None
+
+
+def _seen_before(binding: Binding) -> Expr | None:
+    """The operand of a mark of memory that forward overwrites again; a parameter's last one is a result."""
+    is_before = library_name(binding.value) == OVERWRITTEN and not int(binding.value.args[3].value)
+    return binding.value.args[1] if is_before else None
 
 
 def _rename(backward: Pairs, gradients: dict[Expr, Var], supply: NameSupply) -> tuple[Pairs, dict[Expr, Var]]:

@@ -36,7 +36,8 @@ from autodiff.extents import Dim, from_tir, is_symbol
 
 __all__ = ["VARS", "Call", "Constant", "DataflowBlock", "DataflowVar", "Expr", "ExternFunc", "Function", "IRModule"]
 __all__ += ["Op", "SeqExpr", "ShapeExpr", "StringImm", "TensorType", "Tuple", "TupleGetItem", "TupleType", "Var"]
-__all__ += ["VarBinding", "bindings", "build_function", "dtype", "extents_of", "is_float", "itemsize", "library_name"]
+__all__ += ["VarBinding", "axes_of", "bindings", "build_function", "compute_type", "dtype", "extents_of", "inverse"]
+__all__ += ["is_float", "is_transpose", "itemsize", "library_name"]
 __all__ += [
     "nbytes",
     "numel",
@@ -85,6 +86,11 @@ def is_float(value: Expr) -> bool:
     return isinstance(value.ty, TensorType) and "float" in dtype(value)
 
 
+def compute_type(element_type: str) -> str:
+    """The type in which values of a type are computed: float32 for half types, else the type itself."""
+    return "float32" if element_type in ("float16", "bfloat16") else element_type
+
+
 @cache
 def itemsize(element_type: str) -> int:
     """Bytes per element as stored; a ``bool`` is stored as one byte."""
@@ -121,6 +127,23 @@ def permutation(call: Call) -> list[int]:
     rank = len(shape(call))
     axes = call.attrs.axes
     return list(range(rank))[::-1] if axes is None else [int(axis) % rank for axis in axes]
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The inverse of a permutation."""
+    return [order.index(axis) for axis in range(len(order))]
+
+
+def is_transpose(value: Expr | None) -> bool:
+    """Whether a value exchanges the last two axes of a tensor, and nothing else."""
+    rank = len(shape(value.args[0])) if op_name(value) == "relax.permute_dims" else 0
+    return rank > 1 and permutation(value) == [*range(rank - 2), rank - 1, rank - 2]
+
+
+def axes_of(call: Call) -> list[int]:
+    """The axes that a reduction reduces, non-negative and sorted; all axes if the call lists none."""
+    rank, axes = len(shape(call.args[0])), call.attrs.axis
+    return list(range(rank)) if axes is None else sorted(int(axis) % rank for axis in axes)
 
 
 def library_name(value: Expr) -> str | None:

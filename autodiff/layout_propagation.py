@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from tvm import relax
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, BodyScope, on_functions
+from autodiff.body import Binding, Body, BodyScope, on_functions, walk
 from autodiff.extents import Dim, Extent, same, same_shape
 from autodiff.ir import (
     Call,
@@ -32,7 +32,9 @@ from autodiff.ir import (
     Tuple,
     TupleGetItem,
     Var,
+    axes_of,
     dtype,
+    inverse,
     library_name,
     permutation,
     shape,
@@ -77,10 +79,8 @@ def sink_channel_permutes(body: Body) -> None:
     if not sources:
         return
     pass_ = _Pass(body, sources)
-    for binding in body.bindings:
-        pass_.add(binding)
-    body.finish(pass_.scope.bindings, {})
-    body.prune()
+    for binding, scope in walk(body):
+        pass_.add(binding, scope)
 
 
 def _sources(body: Body) -> set[Binding]:
@@ -95,9 +95,8 @@ def _sources(body: Body) -> set[Binding]:
             elif axes[-1] != len(axes) - 1:
                 made_of[binding.var] = {binding: axes}
         elif binding.op in _REDUCTIONS and binding.value.args[0] in made_of:
-            axis = binding.value.attrs.axis
             for source, axes in made_of[binding.value.args[0]].items():
-                left = set(range(len(axes))) - {int(each) % len(axes) for each in axis or range(len(axes))}
+                left = set(range(len(axes))) - {*axes_of(binding.value)}
                 if left == {axes.index(len(axes) - 1)}:
                     found.add(source)
         elif _is_pointwise(binding):
@@ -154,11 +153,6 @@ def _regrouped(before: Sequence[Dim], after: Sequence[Dim]) -> list[tuple[list[i
     return groups if a == len(before) and b == len(after) else None
 
 
-def _turned(axes: Axes) -> Axes:
-    """The inverse permutation."""
-    return [axes.index(axis) for axis in range(len(axes))]
-
-
 class _Pass:
     """One walk over a body that sinks permutations.
 
@@ -169,13 +163,12 @@ class _Pass:
 
     def __init__(self, body: Body, sources: set[Binding]) -> None:
         self.body, self.sources = body, sources
-        self.scope = BodyScope(body)
         self.moved: dict[Var, tuple[Expr, Axes]] = {}
         self.behind: dict[Var, Expr] = {}
 
-    def add(self, binding: Binding) -> None:
-        """Appends a binding, rewritten to read operands in memory order where one of them is permuted."""
-        value = binding.value
+    def add(self, binding: Binding, scope: BodyScope) -> None:
+        """Lets a binding read operands in memory order where one of them is permuted."""
+        self.scope, value = scope, binding.value
         if binding.op == "relax.permute_dims" and value.args[0] in self.behind:
             self._replace(binding, self.behind[value.args[0]], permutation(binding.value))
         elif binding.op == "relax.permute_dims" and value.args[0] in self.moved:
@@ -195,7 +188,6 @@ class _Pass:
                 self._pad(binding, value)
             elif binding.op == "relax.reshape":
                 self._reshape(binding, *self.moved[value.args[0]])
-        self.scope.bindings.append(binding)
 
     def _permutation(self, binding: Binding, x: Expr, axes: Axes) -> None:
         """Composes two permutations."""
@@ -214,7 +206,7 @@ class _Pass:
         args = [self._behind(arg, axes) for arg in call.args]
         kinds = call.ty_args
         if library_name(call) is not None:
-            kinds = [TensorType([extents[axis] for axis in _turned(axes)], dtype(binding.var))]
+            kinds = [TensorType([extents[axis] for axis in inverse(axes)], dtype(binding.var))]
         made = self.scope.emit(Call(call.op, args, call.attrs, kinds), f"{binding.name}_last")
         self._replace(binding, made, axes)
 
@@ -230,7 +222,7 @@ class _Pass:
         extents = [*[1] * (len(axes) - len(shape(arg))), *shape(arg)]
         if len(extents) > len(shape(arg)):
             arg = self.scope.emit(reshaped(arg, extents))
-        order = _turned(axes)
+        order = inverse(axes)
         wanted = [extents[axis] for axis in order]
         if sum(not same(extent, 1) for extent in extents) <= 1:
             return self.scope.emit(reshaped(arg, wanted))
@@ -254,7 +246,7 @@ class _Pass:
 
     def _pad(self, binding: Binding, call: Call) -> None:
         x, axes = self.moved[call.args[0]]
-        widths = [int(width) for axis in _turned(axes) for width in call.attrs.pad_width[2 * axis : 2 * axis + 2]]
+        widths = [int(width) for axis in inverse(axes) for width in call.attrs.pad_width[2 * axis : 2 * axis + 2]]
         made = op.nn.pad(x, widths, str(call.attrs.pad_mode), float(call.attrs.pad_value))
         self._replace(binding, self.scope.emit(made, f"{binding.name}_last"), axes)
 
@@ -271,7 +263,7 @@ class _Pass:
 
     def _reduction(self, binding: Binding, call: Call) -> None:
         x, axes = self.moved[call.args[0]]
-        reduced = [int(axis) % len(axes) for axis in call.attrs.axis]
+        reduced = axes_of(call)
         keeps = bool(call.attrs.keepdims)
         made = _REDUCTIONS[binding.op](x, sorted(axes[axis] for axis in reduced), keepdims=keeps)
         left = [axes[axis] for axis in range(len(axes)) if axis not in reduced]
@@ -308,19 +300,14 @@ def sink_head_permutes(body: Body) -> None:
     moves = _moves(body)
     if not moves:
         return
-    scope = BodyScope(body)
     rows: dict[Var, Var] = {}
-    for binding in body.bindings:
+    for binding, scope in walk(body):
         if binding in moves:
             made = scope.emit(_moved(binding.value, rows, scope), f"{binding.name}_rows")
             rows[binding.var] = made
             body.assign(binding, op.permute_dims(made, _ROWS_BEFORE_HEADS))
         elif _is_permuted(binding):
             rows[binding.var] = binding.value.args[0]
-        scope.bindings.append(binding)
-        body.counts.rewrites += binding in moves
-    body.finish(scope.bindings, {})
-    body.prune()
 
 
 def _moves(body: Body) -> set[Binding]:

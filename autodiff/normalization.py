@@ -14,16 +14,11 @@ from tvm.relax import op
 
 from autodiff.body import Body, Scope, const, on_functions, rewrite
 from autodiff.extents import same_shape
-from autodiff.ir import Call, Constant, Expr, Var, dtype, numpy_value, op_name, shape
+from autodiff.ir import Call, Constant, Expr, Var, axes_of, compute_type, dtype, numpy_value, op_name, shape
 from autodiff.library import call as library_call
 from autodiff.redundancy import live_bindings
 
-__all__ = ["SPELLINGS", "cast", "fold_normalizations", "layer_norm", "spell_out", "statistics_dtype"]
-
-
-def statistics_dtype(element_type: str) -> str:
-    """The type in which means and variances are computed: float32 for half types, else the element type itself."""
-    return "float32" if element_type in ("float16", "bfloat16") else element_type
+__all__ = ["SPELLINGS", "cast", "fold_normalizations", "layer_norm", "spell_out"]
 
 
 def cast(value: Expr, element_type: str, scope: Scope, name: str) -> Expr:
@@ -47,7 +42,7 @@ def layer_norm(
 
     rank, element_type = len(shape(x)), dtype(x)
     axes = sorted(axis % rank for axis in axes)
-    wide = cast(x, statistics_dtype(element_type), scope, "layer_norm_wide")
+    wide = cast(x, compute_type(element_type), scope, "layer_norm_wide")
     centred = bind(op.subtract(wide, bind(op.mean(wide, axes, keepdims=True), "mean")), "centred")
     variance = bind(op.mean(bind(op.square(centred), "squared"), axes, keepdims=True), "variance")
     rstd = bind(op.rsqrt(bind(op.add(variance, const(epsilon, variance)), "shifted")), "rstd")
@@ -134,7 +129,7 @@ def _root_of_squares(scaled: Expr, rstd: Expr, definitions: dict[Var, Expr]) -> 
     mean = _call("relax.mean", moment, definitions)
     if mean is None or not mean.attrs.keepdims:
         return None
-    return _axes(mean) if _is_square_of(scaled, mean.args[0], definitions) else None
+    return axes_of(mean) if _is_square_of(scaled, mean.args[0], definitions) else None
 
 
 def _is_square_of(base: Var, value: Expr, definitions: dict[Var, Expr]) -> bool:
@@ -158,18 +153,13 @@ def _centred_from(value: Var, axes: Sequence[int], definitions: dict[Var, Expr])
     mean = _call("relax.mean", offset, definitions)
     if mean is None or not mean.attrs.keepdims or not isinstance(source, Var) or not mean.args[0].same_as(source):
         return None
-    return source if _axes(mean) == axes else None
+    return source if axes_of(mean) == axes else None
 
 
 def _call(name: str, value: Expr, definitions: dict[Var, Expr]) -> Call | None:
     """A variable's definition if it is a call of the named operator, else ``None``."""
     found = definitions.get(value) if isinstance(value, Var) else None
     return found if found is not None and op_name(found) == name else None
-
-
-def _axes(mean: Call) -> list[int]:
-    rank = len(shape(mean.args[0]))
-    return list(range(rank)) if mean.attrs.axis is None else sorted(int(axis) % rank for axis in mean.attrs.axis)
 
 
 def _is_number(value: Expr) -> bool:

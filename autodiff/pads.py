@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, BodyScope, Scope, on_functions
-from autodiff.extents import Dim, Extent, at_most, same
+from autodiff.body import Binding, Body, Scope, on_functions, walk
+from autodiff.extents import Dim, Extent, at_most, same, same_shape
 from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
 
 __all__ = ["join_pads", "zero_padding"]
@@ -83,29 +83,16 @@ def join_pads(body: Body, since: int = 0) -> None:
             found = _between_zeros(binding.value, body)
         elif binding.op == "relax.add" and pieces:
             left, right = (body.binding(arg) for arg in binding.value.args)
-            if left in pieces and right in pieces and _alike(left.var, right.var):
-                body.counts.visits += 1
+            if left in pieces and right in pieces and same_shape(shape(left.var), shape(right.var)):
                 found = pieces[left].joined(pieces[right], own(left), own(right))
         if found is not None:
             pieces[binding] = found
             if binding.op == "relax.add":
                 joined[binding] = None
     read = {binding for binding in joined if binding in returned or any(user not in joined for user in binding.users)}
-    if not joined:
-        return
-    scope = BodyScope(body)
-    for binding in body.bindings:
+    for binding, scope in walk(body) if joined else ():
         if binding in read:
             body.assign(binding, _concatenation(pieces[binding], binding.var, scope))
-            body.counts.rewrites += 1
-        scope.bindings.append(binding)
-    body.finish(scope.bindings, {})
-    body.prune()
-
-
-def _alike(a: Var, b: Var) -> bool:
-    """Whether the sum of two tensors broadcasts neither."""
-    return len(shape(a)) == len(shape(b)) and all(map(same, shape(a), shape(b)))
 
 
 def zero_padding(call: Call) -> _Pieces | None:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, BodyScope, Scope, on_functions, size
+from autodiff.body import Binding, Body, Scope, on_functions, size, walk
 from autodiff.extents import Extent, same, same_shape, sample_of
 from autodiff.ir import (
     Call,
@@ -37,9 +37,10 @@ from autodiff.ir import (
     TensorType,
     Tuple,
     Var,
+    axes_of,
     dtype,
+    is_transpose,
     op_name,
-    permutation,
     shape,
     substitute,
 )
@@ -66,19 +67,11 @@ def join_products(body: Body) -> None:
         for read in binding.reads
         if read.op == "relax.add" and read in once and same_shape(shape(read.var), shape(binding.var))
     }
-    scope = BodyScope(body)
-    started = body.edits
-    for binding in body.bindings:
+    for binding, scope in walk(body):
         if binding.op == "relax.add" and binding not in inner:
-            body.counts.visits += 1
             joined = _joined(_terms(binding.value, inner, body), once, body, scope)
             if joined is not None:
                 body.assign(binding, joined)
-                body.counts.rewrites += 1
-        scope.bindings.append(binding)
-    if body.edits != started:
-        body.finish(scope.bindings, {})
-        body.prune()
 
 
 def _terms(total: Call, inner: set[Binding], body: Body) -> list[Expr]:
@@ -135,7 +128,7 @@ def _product(calls: Sequence[Call], element_type: str, scope: Scope) -> Call:
 def concatenated(matrices: Sequence[Expr], axis: int, scope: Scope, name: str = "joined") -> Var:
     """The matrices concatenated; transposes of matrices become one transpose of a concatenation."""
     sources = [scope.definition(matrix) for matrix in matrices]
-    if all(op_name(source) == "relax.permute_dims" and permutation(source) == [1, 0] for source in sources):
+    if all(map(is_transpose, sources)):
         joined = scope.emit(op.concat(Tuple([source.args[0] for source in sources]), axis=1 - axis), name)
         return scope.emit(op.permute_dims(joined), name)
     return scope.emit(op.concat(Tuple(list(matrices)), axis=axis), name)
@@ -167,7 +160,6 @@ def fuse_bias_epilogues(body: Body) -> None:
         found = _operands(binding, body, returned)
         if found is not None:
             body.assign(binding, call("matmul_bias", [*found, ShapeExpr(shape(binding.var))], binding.var.ty))
-            body.counts.rewrites += 1
     body.prune()
 
 
@@ -218,15 +210,13 @@ def share_sums(body: Body) -> None:
     rounding, which happens in one product instead of one per element.
     """
     known: dict[tuple, list[tuple[Factors, Binding]]] = defaultdict(list)
-    scope = BodyScope(body)
-    changed = False
     gradients = {param for param in body.parameters() if param.name.startswith("grad_out_")}
-    for binding in body.bindings:
+    for binding, scope in walk(body):
         if not gradients.isdisjoint(binding.reads):
             gradients.add(binding)
         factors = _summed(binding, body) if binding.op in _SUMS else None
         if factors is not None:
-            x, axes = binding.value.args[0], _axes(binding)
+            x, axes = binding.value.args[0], axes_of(binding.value)
             rank = len(shape(x))
             added = frozenset(each for each in factors.items() if not _is_constant(each[0], axes, rank))
             key = tuple(axes), tuple(map(str, shape(x))), added
@@ -236,11 +226,6 @@ def share_sums(body: Body) -> None:
                 known[key].append((factors, binding))
             else:
                 body.assign(binding, _scaled_sum(binding, found[1], factors - found[0], axes, scope))
-                changed = True
-        scope.bindings.append(binding)
-    if changed:
-        body.finish(scope.bindings, {})
-        body.prune()
 
 
 def _summed(binding: Binding, body: Body) -> Factors | None:
@@ -272,11 +257,6 @@ def _is_constant(factor: Binding | str, axes: list[int], rank: int) -> bool:
     extents = shape(factor.var)
     missing = rank - len(extents)
     return all(axis < missing or same(extents[axis - missing], 1) for axis in axes)
-
-
-def _axes(binding: Binding) -> list[int]:
-    rank = len(shape(binding.value.args[0]))
-    return sorted(int(axis) % rank for axis in binding.value.attrs.axis)
 
 
 def _scaled_sum(binding: Binding, total: Binding, more: Factors, axes: list[int], scope: Scope) -> Expr:
@@ -325,9 +305,9 @@ class _Rewriter:
         if isinstance(value, Var):  # a copy, as of a scan's gradients
             self.equal[var] = value
             return
-        if _is_transpose(value) and isinstance(value.args[0], Var):
+        if is_transpose(value) and isinstance(value.args[0], Var):
             source = self._definitions.get(value.args[0])
-            if _is_transpose(source) and isinstance(source.args[0], Var):
+            if is_transpose(source) and isinstance(source.args[0], Var):
                 self.equal[var] = source.args[0]
                 return
             if op_name(source) == "relax.matmul" and min(len(shape(arg)) for arg in source.args) > 1:
@@ -343,14 +323,8 @@ class _Rewriter:
     def _transposed(self, value: Expr) -> Expr:
         """The transpose of a value: the operand of a transpose, else a new ``permute_dims``."""
         source = self._definitions.get(value) if isinstance(value, Var) else None
-        if _is_transpose(source):
+        if is_transpose(source):
             return source.args[0]
         rank = len(shape(value))
         turned = self._normalize(op.permute_dims(value, [*range(rank - 2), rank - 1, rank - 2]))
         return self._bind(DataflowVar("transposed", turned.ty), turned)
-
-
-def _is_transpose(value: Expr | None) -> bool:
-    """Whether a value exchanges the last two axes of a tensor, and nothing else."""
-    rank = len(shape(value.args[0])) if op_name(value) == "relax.permute_dims" else 0
-    return rank > 1 and permutation(value) == [*range(rank - 2), rank - 1, rank - 2]

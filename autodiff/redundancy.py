@@ -110,7 +110,6 @@ def common_subexpression_elimination(body: Body, since: int = 0, *, merge_casts:
         else:
             replaced[binding] = same.var
             body.touch(binding)
-            body.counts.rewrites += 1
     if replaced:
         body.finish(remaining, replaced)
 

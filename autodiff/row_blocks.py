@@ -32,13 +32,13 @@ from autodiff.ir import (
     Var,
     bindings,
     build_function,
+    compute_type,
     dtype,
     itemsize,
     results,
     shape,
     substitute,
 )
-from autodiff.normalization import statistics_dtype
 from autodiff.redundancy import unique_names
 from autodiff.row_region import RowRegion
 from autodiff.scan.operator import Scan, body_text, scan_call
@@ -129,7 +129,7 @@ def _blocks_of(region: RowRegion, wanted: Sequence[Var]) -> _Blocks | None:
     first, *_ = widths = region.widths
     bytes_of_row = region.columns * (first + (max(widths) if wanted else 0))
     summed = [each for each in wanted if region.read[each][:1] != (None,)]
-    sums = sum(math.prod(shape(each)) * itemsize(statistics_dtype(dtype(each))) for each in summed)
+    sums = sum(math.prod(shape(each)) * itemsize(compute_type(dtype(each))) for each in summed)
     least = -(-region.rows // LEAST_ROWS)
     count = next((count for count in range(least, 2 * least) if region.rows % count == 0), least)
     rows = -(-region.rows // count)
@@ -172,7 +172,6 @@ def _replace(body: Body, region: RowRegion, rows: int, wanted: Sequence[Var]) ->
     total = scope.emit(op.reshape(sums[0], ()), "total")
     body.assign(region.number, total if linear is None else library.call("with_derivative", [total, linear], total.ty))
     body.finish([*scope.bindings, *after], {})
-    body.counts.rewrites += 1
     body.prune()
     return True
 
@@ -211,7 +210,7 @@ def _blocks(scope: Scope, value: Var, begin: int, end: int, rows: int) -> Var:
 
 def _linear(scope: Scope, value: Var, gradient: Var, result: str) -> Var:
     """A number whose gradient with respect to ``value`` is ``gradient``: the sum of their products."""
-    wide = statistics_dtype(dtype(value))
+    wide = compute_type(dtype(value))
     factors = [_cast(scope, each, wide) for each in (value, scope.emit(op.grad.no_grad(gradient), "gradient"))]
     return _cast(scope, scope.emit(op.sum(scope.emit(op.multiply(*factors), "linear")), "linear"), result)
 
@@ -252,7 +251,7 @@ class _Step:
         made = _with_gradients(function, [values.index(each) for each in order])
         found = dict(zip(order, results(made)[1:], strict=True))
         sums = [results(made)[0], *(found[each] for each in order if values.index(each) >= scanned)]
-        types = [TensorType(shape(value), statistics_dtype(dtype(value))) for value in sums]
+        types = [TensorType(shape(value), compute_type(dtype(value))) for value in sums]
         before = [Var(f"before_{place}", ty) for place, ty in enumerate(types)]
         scope = Scope(each.name for each in (*made.params, *before, *(var for var, _ in bindings(made))))
         for var, value in bindings(made):

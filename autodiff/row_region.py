@@ -21,12 +21,12 @@ from autodiff.ir import (
     Expr,
     TensorType,
     Var,
+    axes_of,
     dtype,
     is_float,
+    is_transpose,
     itemsize,
-    op_name,
     operands,
-    permutation,
     shape,
 )
 from autodiff.ops import POINTWISE, RESHAPES
@@ -78,8 +78,7 @@ class RowRegion:
         if not (isinstance(x, Var) and isinstance(weight, Var)) or min(extents[-1], math.prod(extents[:-1])) < 2:
             return None
         made = body.binding(weight).value
-        is_turned = op_name(made) == "relax.permute_dims" and permutation(made) == [1, 0]
-        source = made.args[0] if is_turned and isinstance(made.args[0], Var) else weight
+        source = made.args[0] if is_transpose(made) and isinstance(made.args[0], Var) else weight
         if source.same_as(x):
             return None
         rows = math.prod(extents[:-1])
@@ -197,9 +196,8 @@ class RowRegion:
 
     def _reduced(self, binding: Binding, kind: str | None) -> str | None:
         x = binding.value.args[0]
-        rank, axes = len(shape(x)), binding.value.attrs.axis
-        axes = set(range(rank)) if axes is None else {int(axis) % rank for axis in axes}
-        if axes == {rank - 1} and kind == _FULL:
+        rank, axes = len(shape(x)), axes_of(binding.value)
+        if axes == [rank - 1] and kind == _FULL:
             return _ROW
         is_added = binding.op in ("relax.sum", "relax.mean") and shape(binding.var) == ()
         return _NUMBER if is_added and len(axes) == rank else None

@@ -285,10 +285,16 @@ def _gamma(call: Call, value: Expr, grad: Expr, first: int, emit: Emit) -> list[
     found: list[Expr | None] = [None] * len(call.args)
     if str(call.args[0].value) == "aten._standard_gamma.default":
         concentration = call.args[first]
-        arguments = StringImm('[[{"$tensor": 0}, {"$tensor": 1}], {}]')
-        operator = [StringImm("aten._standard_gamma_grad.default"), arguments, concentration, value]
-        found[first] = grad * emit(library_call("operator", operator, concentration.ty))
+        operands = [{"$tensor": 0}, {"$tensor": 1}]
+        slope = _operator("_standard_gamma_grad", operands, [concentration, value], concentration.ty)
+        found[first] = grad * emit(slope)
     return found
+
+
+def _operator(name: str, arguments: Sequence[object], tensors: Sequence[Expr], ty: TensorType) -> Call:
+    """A call of torch's operator of that name, whose derivative reads no result; arguments: as of ``operator``."""
+    text = json.dumps([arguments, {}, []])
+    return library_call("operator", [StringImm(f"aten.{name}.default"), StringImm(text), *tensors], ty)
 
 
 @library_gradient("library.log1p", wide=True)
@@ -407,12 +413,6 @@ def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [None, None, *partials]
 
 
-def _transform(name: str, operand: str, options: Sequence[object], x: Expr, ty: TensorType) -> Call:
-    """A Fourier transform of ``x``, whose place among the arguments is marked by ``operand``."""
-    text = json.dumps([[{operand: 0}, *options], {}, []])
-    return library_call("operator", [StringImm(f"aten.{name}.default"), StringImm(text), x], ty)
-
-
 def _real_parts(packed: Expr, like: Expr, emit: Emit) -> Expr:
     part = emit(op.strided_slice(packed, axes=[len(shape(like))], begin=[0], end=[1]))
     return op.reshape(part, shape(like))
@@ -421,7 +421,7 @@ def _real_parts(packed: Expr, like: Expr, emit: Emit) -> Expr:
 def _of_c2c(given: list, x: Expr, g: Var, emit: Emit) -> Expr:
     """dx = the transform of g in the other direction"""
     operand, axes, norm, forward = given
-    made = _transform("_fft_c2c", "$complex", [axes, norm, not forward], g, g.ty)
+    made = _operator("_fft_c2c", [{"$complex": 0}, axes, norm, not forward], [g], g.ty)
     return _real_parts(emit(made), x, emit) if "$real" in operand else made
 
 
@@ -436,7 +436,7 @@ def _of_r2c(given: list, x: Expr, g: Var, emit: Emit) -> Expr | None:
         widths = [0] * (2 * len(shape(g)))
         widths[2 * axis + 1] = missing
         g = emit(op.nn.pad(g, widths)) if missing else g
-    made = emit(_transform("_fft_c2c", "$complex", [axes, norm, False], g, g.ty))
+    made = emit(_operator("_fft_c2c", [{"$complex": 0}, axes, norm, False], [g], g.ty))
     return _real_parts(made, x, emit)
 
 
@@ -447,7 +447,7 @@ def _of_c2r(given: list, x: Expr, g: Var, emit: Emit) -> Expr | None:
     whole, half = shape(g)[axis], shape(x)[axis]
     if "$complex" not in operand or not isinstance(whole, int) or half != whole // 2 + 1:
         return None
-    made = emit(_transform("_fft_r2c", "$tensor", [axes, norm, True], g, x.ty))
+    made = emit(_operator("_fft_r2c", [{"$tensor": 0}, axes, norm, True], [g], x.ty))
     factors = np.ones(half, dtype(x))
     factors[1 : 1 + whole - half] = 2
     return made * relax.const(factors.reshape([-1, *[1] * (len(shape(x)) - axis - 1)]), dtype(x))

@@ -8,8 +8,8 @@ from tvm.relax import op
 
 from autodiff.body import size
 from autodiff.extents import Dim
-from autodiff.gradients.registry import Emit, axes_of, gradient, keep_axes
-from autodiff.ir import Call, Expr, Var, dtype, is_float, shape
+from autodiff.gradients.registry import Emit, gradient, keep_axes
+from autodiff.ir import Call, Expr, Var, axes_of, dtype, is_float, shape
 
 __all__ = []
 

@@ -17,15 +17,13 @@ from tvm.relax.op.grad import no_grad
 
 from autodiff.body import const
 from autodiff.extents import Dim, Extent, same, same_shape
-from autodiff.ir import Call, Expr, TensorType, Tuple, Var, dtype, library_name, op_name, shape
-from autodiff.normalization import statistics_dtype
+from autodiff.ir import Call, Expr, TensorType, Tuple, Var, axes_of, compute_type, dtype, library_name, op_name, shape
 from autodiff.typed import TypedBuilder
 
 __all__ = [
     "TVM_RULES",
     "Emit",
     "GradientRule",
-    "axes_of",
     "checks",
     "const",
     "differentiable",
@@ -193,18 +191,11 @@ def fit(partial: Expr, like: Expr, emit: Emit) -> Expr:
 def sum_over(value: Expr, axes: Sequence[int], emit: Emit, keepdims: bool = False) -> Expr:
     """The sum over ``axes``, accumulated in float32 for half types (TVM accumulates in the element type)."""
     element_type = dtype(value)
-    wide = statistics_dtype(element_type)
+    wide = compute_type(element_type)
     if wide != element_type:
         value = emit(op.astype(value, wide))
     value = emit(op.sum(value, list(axes), keepdims=keepdims))
     return value if wide == element_type else emit(op.astype(value, element_type))
-
-
-def axes_of(call: Call) -> list[int]:
-    """The axes that a reduction reduces, non-negative and sorted; all axes if the call lists none."""
-    rank = len(shape(call.args[0]))
-    axes = call.attrs.axis
-    return list(range(rank)) if axes is None else sorted(int(axis) % rank for axis in axes)
 
 
 def keep_axes(value: Expr, call: Call, emit: Emit) -> Expr:

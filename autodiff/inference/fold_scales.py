@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tvm.relax import op
 
-from autodiff.body import Binding, Body, BodyScope, const, on_functions
+from autodiff.body import Binding, Body, BodyScope, const, on_functions, walk
 from autodiff.extents import same, same_shape
 from autodiff.inference.split_static import hoist_static
 from autodiff.ir import Call, Expr, TensorType, Tuple, Var, dtype, library_name, numel, op_name, shape
@@ -42,16 +42,9 @@ def fold_scales(body: Body, frozen: int) -> None:
     returned = body.returned()
     chains = [_chain(binding, static, returned, body) for binding in body.bindings if binding not in static]
     ends = {chain.end: chain for chain in chains if chain is not None}
-    if not ends:
-        return
-    scope = BodyScope(body)
-    for binding in body.bindings:
+    for binding, scope in walk(body):
         if binding in ends:
             body.assign(binding, _folded(ends[binding], scope))
-            body.counts.rewrites += 1
-        scope.bindings.append(binding)
-    body.finish(scope.bindings, {})
-    body.prune()
 
 
 @dataclass(frozen=True)
@@ -206,17 +199,10 @@ def merge_products(body: Body, frozen: int) -> None:
         if binding not in static and binding.op == "relax.matmul" and (key := _key(binding, static, body)) is not None:
             groups[key].append(binding)
     merged = {group[0]: group for group in groups.values() if len(group) > 1}
-    if not merged:
-        return
     returned = body.returned()
-    scope = BodyScope(body)
-    for binding in body.bindings:
+    for binding, scope in walk(body):
         if binding in merged:
             _merge(merged[binding], static, returned, body, scope)
-            body.counts.rewrites += 1
-        scope.bindings.append(binding)
-    body.finish(scope.bindings, {})
-    body.prune()
 
 
 def _key(product: Binding, static: set[Binding], body: Body) -> tuple | None:

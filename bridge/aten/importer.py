@@ -18,7 +18,7 @@ from torch import fx
 from tvm import relax
 
 from autodiff.errors import UnknownShape
-from autodiff.extents import Dim, Extent
+from autodiff.extents import Dim, Extent, same_shape
 from autodiff.ir import Expr, Function, StringImm, TensorType, Tuple, TupleType, Var, build_function, dtype, shape
 from autodiff.library import call as library_call
 from autodiff.library import number
@@ -30,7 +30,7 @@ from bridge.aten.complex_arithmetic import COMPLEX, convert_complex, is_complex
 from bridge.aten.complex_value import PARTS, Complex, joined, joined_form, separated
 from bridge.aten.draws import ChainedDraws, given_type, unplaced
 from bridge.aten.number_checks import compared, computed_numbers, first_broken, holds
-from bridge.aten.registry import CONVERSIONS, ELEMENT_TYPES, UnsupportedUse, dims, has_extents, relax_dtype, same_shape
+from bridge.aten.registry import CONVERSIONS, ELEMENT_TYPES, UnsupportedUse, dims, has_extents, relax_dtype
 from bridge.aten.shape import is_size, size
 from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule

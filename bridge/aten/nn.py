@@ -18,15 +18,15 @@ from tvm import relax
 
 from autodiff.body import const
 from autodiff.dropout import keep_scale
-from autodiff.extents import maximum
-from autodiff.ir import Expr, TensorType, Var, dtype, numel, shape
+from autodiff.extents import maximum, same_shape
+from autodiff.ir import Expr, TensorType, Var, compute_type, dtype, numel, shape
 from autodiff.library import LEARNED
 from bridge.aten.activations import leaky_relu, with_derivative
 from bridge.aten.any_operator import computed_from, whole
 from bridge.aten.conv import lies_behind, read_from_behind
 from bridge.aten.draws import draw_at_offset, state_before
 from bridge.aten.reductions import euclidean_norm
-from bridge.aten.registry import UnsupportedUse, converts, dims, numbers_only, rounds_once, same_shape
+from bridge.aten.registry import UnsupportedUse, converts, dims, numbers_only, rounds_once
 from bridge.base.devices import HOST, current_device
 from bridge.base.quirks import quirk
 from bridge.base.torch_internals import aten
@@ -67,8 +67,7 @@ def fused_rms_norm(importer, node, x, normalized_shape, weight=None, eps=None):
 
 def _widen(importer, *tensors):
     """Half types cast to float32, as torch's kernels compute; ``None`` stays."""
-    half = ("float16", "bfloat16")
-    return [importer.cast(each, "float32") if each is not None and dtype(each) in half else each for each in tensors]
+    return [each if each is None else importer.cast(each, compute_type(dtype(each))) for each in tensors]
 
 
 @converts(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
@@ -194,7 +193,7 @@ def _fused_dropout(importer, x, rate, index):
     a rounded ``1 - rate``, the CPU's rounds it to the type of the result. For nearly all rates these are equal.
     """
     element_type = dtype(x)
-    wide = importer.cast(x, "float32") if element_type in ("float16", "bfloat16") else x
+    wide = importer.cast(x, compute_type(element_type))
     on_gpu = importer.captured.draws[index].device != HOST
     quotient = _rounded(1 / (1 - rate), dtype(wide))
     forward = keep_scale(rate, dtype(wide)) if on_gpu else _rounded(quotient, element_type)

@@ -25,7 +25,7 @@ import torch
 from tvm import relax
 
 from autodiff.extents import Dim
-from autodiff.ir import Expr, dtype, shape
+from autodiff.ir import Expr, compute_type, dtype, shape
 from bridge.aten.conv import CUDNN_TYPES, cudnn_is_quicker, cudnn_layers
 from bridge.aten.registry import UnsupportedUse, converts, has_extents, numbers_only
 from bridge.base.devices import HOST, current_device
@@ -66,7 +66,7 @@ def looped_layer(
         form = TensorMetadata(tuple(extents), getattr(torch, dtype(value)))
         return importer.library(f"loop_{kind}", [value, loop, *numbers], form)
 
-    rounded, exact = dtype(x), "float32" if dtype(x) in ("float16", "bfloat16") else dtype(x)
+    rounded, exact = dtype(x), compute_type(dtype(x))
     states = [states[0], *(importer.cast(state, exact) for state in states[1:])]
     before = [
         mark("first", state, place, steps, int(reverse), extents=shape(state)) for place, state in enumerate(states)

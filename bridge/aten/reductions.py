@@ -6,7 +6,7 @@ import math
 
 from tvm import relax
 
-from autodiff.ir import dtype, is_float, shape
+from autodiff.ir import compute_type, dtype, is_float, shape
 from bridge.aten.activations import times, where, with_derivative, with_slope
 from bridge.aten.any_operator import whole
 from bridge.aten.registry import broadcast_shape, converts, rounds_once
@@ -258,7 +258,7 @@ def _normalized(importer, x, dim, eps):
     if _of_one(x, [dim]):
         norm = _size(importer, x, 2)
     else:
-        wide = importer.cast(x, "float32") if stored in ("float16", "bfloat16") else x
+        wide = importer.cast(x, compute_type(stored))
         norm = importer.cast(euclidean_norm(importer, wide, dim, True), stored)
     bounded = importer.emit(op.maximum(norm, importer.constant(eps, stored)))
     return importer.emit(op.divide(x, with_derivative(importer, bounded, norm)))

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autodiff.extents import Dim, Extent, maximum, minimum, same
+from autodiff.extents import Dim, Extent, maximum, minimum
 from bridge.base.devices import current_device
 from bridge.capture import TensorMetadata
 
 __all__ = ["CONVERSIONS", "ELEMENT_TYPES", "UnsupportedUse", "broadcast_shape", "clamped", "converts", "dims"]
-__all__ += ["has_extents", "index_shape", "lies_elsewhere", "numbers_only", "relax_dtype", "rounds_once", "same_shape"]
+__all__ += ["has_extents", "index_shape", "lies_elsewhere", "numbers_only", "relax_dtype", "rounds_once"]
 
 #: ATen overload -> ``convert(importer, node, *args, **kwargs)``, which returns a Relax value (or a tuple of them).
 CONVERSIONS: dict[Any, Callable[..., Any]] = {}
@@ -62,11 +62,6 @@ def rounds_once(convert: Callable[..., Any]) -> Callable[..., Any]:
 def dims(shape: Iterable[Any]) -> tuple[Dim, ...]:
     """A shape with the integers and extents that Relax types take."""
     return tuple(extent if isinstance(extent, Extent) else int(extent) for extent in shape)
-
-
-def same_shape(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
-    """Whether two shapes are equal for all sizes."""
-    return len(a) == len(b) and all(map(same, a, b))
 
 
 def has_extents(value: Any) -> bool:

@@ -14,17 +14,14 @@ from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.tirx import AllocBuffer, Bind, Broadcast, Buffer, BufferLoad, BufferStore, Expr, Ramp, Stmt, Var
 
-__all__ = ["Emitter", "compute_type", "different", "element_type", "stack_buffer"]
+from autodiff.ir import compute_type
+
+__all__ = ["Emitter", "different", "element_type", "stack_buffer"]
 
 
 def element_type(expr: Expr) -> str:
     """The element type of an expression, without its lanes."""
     return str(expr.ty).split("x")[0].removeprefix("T.")
-
-
-def compute_type(dtype: str) -> str:
-    """The type in which a kernel computes values stored as ``dtype``."""
-    return "float32" if dtype in ("float16", "bfloat16") else dtype
 
 
 def different(a: Expr, b: Expr) -> Expr:

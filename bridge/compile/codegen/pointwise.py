@@ -17,9 +17,10 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.tirx import Expr
 
+from autodiff.ir import compute_type
 from autodiff.ops import having
 from bridge.compile.codegen import fastmath, philox
-from bridge.compile.codegen.emit import Emitter, compute_type, different, element_type
+from bridge.compile.codegen.emit import Emitter, different, element_type
 
 __all__ = ["EXPENSIVE", "MASKS", "RULES", "combine", "compute_type", "different", "fold_lanes", "identity", "maximum"]
 __all__ += ["minimum"]

@@ -11,9 +11,9 @@ from tvm import tirx
 from tvm.ir import PointerType, PrimType
 from tvm.tirx import Bind, Buffer, BufferLoad, DeclBuffer, Expr, For, ForKind, PrimFunc, SeqStmt, Stmt, Var
 
-from autodiff.ir import itemsize
+from autodiff.ir import compute_type, itemsize
 from bridge.compile.codegen.emit import Emitter
-from bridge.compile.codegen.pointwise import compute_type, different
+from bridge.compile.codegen.pointwise import different
 from bridge.compile.loop_ir.operations import Argument, Number, Term
 
 __all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "LaunchArguments", "LoopScope", "const"]

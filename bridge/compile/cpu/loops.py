@@ -17,9 +17,9 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.tirx import Bind, Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, PrimFunc, Stmt, Var
 
-from autodiff.ir import itemsize
+from autodiff.ir import compute_type, itemsize
 from bridge.compile.codegen.emit import Emitter, stack_buffer
-from bridge.compile.codegen.pointwise import combine, compute_type, identity
+from bridge.compile.codegen.pointwise import combine, identity
 from bridge.compile.codegen.tir import LaunchArguments, const, flat_buffer, loop_function, sequence
 from bridge.compile.cpu.row import RowScope, VectorLoop, block_of, emit_row, left_over, vectors_and_tail
 from bridge.compile.cpu.threads import if_profitable

@@ -9,8 +9,9 @@ from functools import partial
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Shuffle, Stmt, Var
 
+from autodiff.ir import compute_type
 from bridge.compile.codegen.emit import Emitter, stack_buffer
-from bridge.compile.codegen.pointwise import combine, compute_type, fold_lanes, identity
+from bridge.compile.codegen.pointwise import combine, fold_lanes, identity
 from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
 from bridge.compile.loop_ir.operations import Access, Number
 from bridge.compile.schedule.row_plan import InputElement, KernelBuffers, PassStep, RowPass, RowPlan, RowValues

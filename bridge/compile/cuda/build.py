@@ -41,11 +41,10 @@ from tvm.target import Target
 from tvm.tirx import AttrStmt, Bind, Cast, Expr, For, IfThenElse, IntImm, PrimFunc, Stmt
 from tvm.tirx.build import split_host_device_mods
 
-from autodiff.ir import itemsize
+from autodiff.ir import compute_type, itemsize
 from bridge.base.log import channel
 from bridge.base.threads import free_in_children, serves
 from bridge.compile.backend import Built
-from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import LOOPS_ATTR, lower_loops
 from bridge.compile.cuda.emitter import PREAMBLE
 from bridge.compile.cuda.limits import SHARED_BYTES, WARP

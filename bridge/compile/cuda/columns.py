@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, PrimFunc, Stmt, Var
 
-from bridge.compile.codegen.emit import compute_type, element_type
+from autodiff.ir import compute_type
+from bridge.compile.codegen.emit import element_type
 from bridge.compile.codegen.pointwise import combine, identity
 from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
 from bridge.compile.cuda.emitter import (

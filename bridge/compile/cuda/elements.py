@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.tirx import Bind, Buffer, BufferLoad, BufferStore, Evaluate, Expr, IfThenElse, PrimFunc, Stmt, Var
 
-from autodiff.ir import itemsize
-from bridge.compile.codegen.emit import compute_type
+from autodiff.ir import compute_type, itemsize
 from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, launch, local_buffer, portions, storage_type, vector_at
 from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS, ROWS_THREADS, WARP

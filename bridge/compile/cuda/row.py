@@ -20,8 +20,7 @@ from functools import partial
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
-from autodiff.ir import itemsize
-from bridge.compile.codegen.emit import compute_type
+from autodiff.ir import compute_type, itemsize
 from bridge.compile.codegen.pointwise import EXPENSIVE, combine, identity
 from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
 from bridge.compile.cuda.build import fitting_groups, turns_together

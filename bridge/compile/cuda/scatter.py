@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, PrimFunc, Stmt, Var, While
 
-from autodiff.ir import itemsize
-from bridge.compile.codegen.emit import compute_type
+from autodiff.ir import compute_type, itemsize
 from bridge.compile.codegen.tir import LaunchArguments, flat_buffer, loop_function, sequence
 from bridge.compile.cuda.columns import Halved, halve
 from bridge.compile.cuda.emitter import (

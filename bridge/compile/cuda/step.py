@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
-from autodiff.ir import itemsize
-from bridge.compile.codegen.emit import compute_type
+from autodiff.ir import compute_type, itemsize
 from bridge.compile.codegen.philox import IN_A_ROW, NUMBERS, is_kept, numbers_of, place
 from bridge.compile.codegen.pointwise import MASKS, combine
 from bridge.compile.codegen.tir import LaunchArguments, sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autodiff.extents import Dim, same, sample_of
-from bridge.compile.loop_ir.views import View, alike
+from autodiff.extents import Dim, same, same_shape, sample_of
+from bridge.compile.loop_ir.views import View
 
 __all__ = ["FIELDS", "Access", "Argument", "Geometry", "LookupPlan", "Number", "PackPlan", "Packing", "PoolPlan"]
 __all__ += ["ProductPlan", "ScatterPlan", "Term", "counting_dtype"]
@@ -168,7 +168,7 @@ class Geometry:
         for extent, *steps in zip(c.shape[:-2], a.strides, b.strides, c.strides, strict=False):
             if same(extent, 1):
                 continue
-            if batch and alike(batch[-1][1:], [step * extent for step in steps]):
+            if batch and same_shape(batch[-1][1:], [step * extent for step in steps]):
                 batch[-1] = [batch[-1][0] * extent, *steps]
             else:
                 batch.append([extent, *steps])

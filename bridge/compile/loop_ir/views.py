@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from autodiff.extents import Dim, below, divides, same, sample_of
 
-__all__ = ["View", "alike", "box", "broadcast", "compose", "cut_out", "dense", "dense_strides", "expand", "inverse"]
-__all__ += ["is_dense", "merged", "permute", "reshape", "slice_view", "without_broadcast"]
+__all__ = ["View", "box", "broadcast", "compose", "cut_out", "dense", "dense_strides", "expand", "is_dense"]
+__all__ += ["merged", "permute", "reshape", "slice_view", "without_broadcast"]
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,6 @@ class View:
     @property
     def numel(self) -> Dim:
         return math.prod(self.shape)
-
-
-def alike(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
-    """Whether two shapes are equal for all sizes."""
-    return len(a) == len(b) and all(map(same, a, b))
 
 
 def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
@@ -100,11 +95,6 @@ def permute(view: View, axes: Sequence[int] | None) -> View:
     rank = len(view.shape)
     order = list(reversed(range(rank))) if axes is None else [axis % rank for axis in axes]
     return View(tuple(view.shape[a] for a in order), tuple(view.strides[a] for a in order), view.offset)
-
-
-def inverse(order: Sequence[int]) -> list[int]:
-    """The inverse of a permutation."""
-    return [order.index(axis) for axis in range(len(order))]
 
 
 def expand(view: View, shape: Sequence[Dim]) -> View:

@@ -27,7 +27,8 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from autodiff.extents import Dim, Extent, same, sample_of
+from autodiff.extents import Dim, Extent, same, same_shape, sample_of
+from autodiff.ir import inverse
 from bridge.compile.loop_ir.graph import (
     Concat,
     Dense,
@@ -51,7 +52,7 @@ from bridge.compile.loop_ir.graph import (
     readers_of,
     whole,
 )
-from bridge.compile.loop_ir.views import View, alike, dense, expand, inverse, is_dense, permute
+from bridge.compile.loop_ir.views import View, dense, expand, is_dense, permute
 from bridge.compile.passes.cheap import Producers, permuted_arithmetic
 from bridge.compile.passes.choose_products import ProductChoice
 from bridge.compile.passes.sections import Placed, is_all_of_a_value
@@ -243,7 +244,7 @@ class _Walk:
         if is_all_of_a_value(operand):
             value = operand.value
             is_param = value.source == "param" and value.order is None
-            if value.source == "node" or (is_param and alike(operand.shape, value.shape)):
+            if value.source == "node" or (is_param and same_shape(operand.shape, value.shape)):
                 return operand
         made = self.placed.copied(operand) if self._products.policy.keeps_order else None
         if made is None:
@@ -262,7 +263,7 @@ def _is_made_of_parts(operand: Operand) -> bool:
 def _padded(node: Pad) -> Pad | LibraryCall:
     """A kernel's node if the operand's rows are dense; otherwise a library call."""
     (operand,), out = node.operands, node.out
-    in_a_kernel = operand.is_whole and alike(operand.shape[:-1], out.shape[:-1])
+    in_a_kernel = operand.is_whole and same_shape(operand.shape[:-1], out.shape[:-1])
     return node if in_a_kernel else LibraryCall("pad", (operand,), (out,))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autodiff.extents import Dim, same, sample_of
+from autodiff.ir import inverse
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
     LayoutAgnostic,
@@ -167,7 +168,7 @@ def _stored(extents: Sequence[Dim], order: Sequence[int] | None) -> tuple[View, 
     if order is None:
         return views.dense(extents), views.dense(extents)
     stored = views.dense([extents[axis] for axis in order])
-    return stored, views.permute(stored, views.inverse(order))
+    return stored, views.permute(stored, inverse(order))
 
 
 def _geometry(a: View, b: View, batch: Sequence[Dim], order: Sequence[int] | None) -> Geometry | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autodiff.extents import Dim, same, sample_of
+from autodiff.extents import Dim, same, same_shape, sample_of
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
     Graph,
@@ -109,7 +109,7 @@ class _Walk:
         return whole(vector)
 
     def _with_zeros(self, operand: Operand, extents: tuple[Dim, Dim]) -> Operand:
-        if views.alike(operand.shape, extents):
+        if same_shape(operand.shape, extents):
             return operand
         key = operand.value, extents
         if key not in self._padded:

@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from tvm.tirx import PrimFunc
 
-from autodiff.extents import Dim, Extent, same, sample_of
+from autodiff.extents import Dim, Extent, same, same_shape, sample_of
 from bridge.compile.loop_ir.graph import (
     Fallback,
     Graph,
@@ -43,7 +43,7 @@ from bridge.compile.loop_ir.graph import (
     whole,
 )
 from bridge.compile.loop_ir.operations import Argument, LookupPlan, PoolPlan, ScatterPlan
-from bridge.compile.loop_ir.views import alike, dense, merged, permute, reshape
+from bridge.compile.loop_ir.views import dense, merged, permute, reshape
 from bridge.compile.passes.sections import Placed
 from bridge.compile.schedule.limits import Rules
 from bridge.library import TensorAt
@@ -96,7 +96,7 @@ def _sum_of(node: Node | LayoutAgnostic, makers: dict[Value, Node | LayoutAgnost
     is_of_x = _is_column_sum(total) and total.operand.is_whole and total.operand.value is x.value
     is_of_x = is_of_x and _is_half(makers.get(x.value))
     extents = [(total.reduced, total.inner), (node.reduced, node.inner)] if is_of_x else []
-    return total if is_of_x and alike(*extents) else None
+    return total if is_of_x and same_shape(*extents) else None
 
 
 def _is_column_sum(node: Node | LayoutAgnostic | None) -> bool:
@@ -116,7 +116,7 @@ def _is_row(mean: Operand, node: Reduction) -> bool:
     wanted = (node.reduced, 0), (node.inner, 1)
     found = merged(mean.view)
     is_all = same(mean.value.numel, node.inner) and same(mean.view.offset, 0)
-    return is_all and len(found) == len(wanted) and all(map(alike, found, wanted))
+    return is_all and len(found) == len(wanted) and all(map(same_shape, found, wanted))
 
 
 def _maker(operand: Operand | Scalar, makers: dict[Value, Node | LayoutAgnostic]) -> Node | LayoutAgnostic | None:
@@ -353,4 +353,4 @@ def _as_it_lies(operand: Operand) -> Value | None:
     shape = tuple(operand.shape[axis] for axis in (0, 2, 3, 1))
     seen, wanted = operand.view, permute(dense(shape), _TO_FRONT)
     is_all = math.prod(shape) == operand.value.numel and seen.offset == wanted.offset
-    return operand.value if is_all and alike(seen.strides, wanted.strides) else None
+    return operand.value if is_all and same_shape(seen.strides, wanted.strides) else None

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from autodiff.extents import Dim, same, sample_of
+from autodiff.extents import Dim, same, same_shape, sample_of
 from autodiff.ir import itemsize
 from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Pointwise, Product, Reduction, Scalar, Value
-from bridge.compile.loop_ir.views import alike, is_dense, merged
+from bridge.compile.loop_ir.views import is_dense, merged
 
 __all__ = ["CallLibrary", "Launch", "MakeView", "Operation", "StepContents", "contents"]
 
@@ -121,7 +121,7 @@ def _text(operand: Operand | Scalar, name: Callable[[Value], str]) -> str:
     if isinstance(operand, Scalar):
         return f"{operand.number:.6g}" if isinstance(operand.number, float) else str(operand.number)
     view, value = operand.view, operand.value
-    if any(same(stride, 0) for stride in view.strides) and not alike(view.shape, value.shape):
+    if any(same(stride, 0) for stride in view.strides) and not same_shape(view.shape, value.shape):
         return f"{name(value)}~"
     if sample_of(view.numel) < sample_of(value.numel):
         return f"{name(value)}/"

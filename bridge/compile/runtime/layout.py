@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from autodiff.extents import Dim, sample_of
-from autodiff.ir import itemsize
+from autodiff.ir import inverse, itemsize
 from autodiff.lazy import cached_property
 from autodiff.library import GENERATOR_STATE
 from bridge.base.devices import HOST
@@ -30,7 +30,7 @@ from bridge.base.session import SESSION
 from bridge.base.tensor_properties import TensorChecks, is_nested, tensor_checks
 from bridge.base.torch_internals import VF, tensor_at
 from bridge.compile.loop_ir.graph import Value
-from bridge.compile.loop_ir.views import dense, dense_strides, inverse, permute
+from bridge.compile.loop_ir.views import dense, dense_strides, permute
 from bridge.compile.runtime.instructions import MakeView
 
 __all__ = ["ALIGNMENT", "ARENAS", "ArenaPlan", "ArenaPool", "InputForms", "PoolBlock", "PoolUser", "Register"]

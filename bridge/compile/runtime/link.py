@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from tvm.tirx import PrimFunc
 
-from autodiff.extents import Dim, Extent, ExtentScope, below, same, sample_of
+from autodiff.extents import Dim, Extent, ExtentScope, below, same, same_shape, sample_of
 from autodiff.ir import itemsize
 from bridge.base.log import Stopwatch
 from bridge.base.threads import raise_deferred
@@ -27,7 +27,7 @@ from bridge.compile.loop_ir.graph import (
     whole,
 )
 from bridge.compile.loop_ir.operations import PackPlan
-from bridge.compile.loop_ir.views import alike, dense
+from bridge.compile.loop_ir.views import dense
 from bridge.compile.runtime.cut import brought_forward
 from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, contents
 from bridge.compile.runtime.layout import Register, RegisterLayout, lying_below, plan_arena
@@ -244,7 +244,8 @@ class _Linker:
         """The slot of a value under a view; a view of a tensor that changes between calls becomes a step."""
         value, view = operand.value, operand.view
         base = self.slots.of(value)
-        if alike(view.shape, value.shape) and alike(view.strides, dense(value.shape).strides) and same(view.offset, 0):
+        known = dense(value.shape)
+        if same_shape(view.shape, known.shape) and same_shape(view.strides, known.strides) and same(view.offset, 0):
             return base
         key = (value, view)
         if key not in self.slots.numbers:

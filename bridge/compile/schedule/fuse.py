@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from autodiff.extents import Dim, Extent, divides, same, sample_of
+from autodiff.extents import Dim, Extent, divides, same, same_shape, sample_of
 from bridge.compile.loop_ir.graph import (
     Concat,
     Fallback,
@@ -34,7 +34,7 @@ from bridge.compile.loop_ir.graph import (
     Reduction,
     Value,
 )
-from bridge.compile.loop_ir.views import View, alike, merged
+from bridge.compile.loop_ir.views import View, merged
 from bridge.compile.schedule.access import Space, make_space
 from bridge.compile.schedule.limits import Rules
 
@@ -105,7 +105,7 @@ def is_row_read(operand: Operand, rows: Dim, columns: Dim) -> bool:
     if not same(operand.view.offset, 0) or not same(operand.value.numel, rows):
         return False
     found = merged(operand.view)
-    return len(found) == len(wanted) and all(map(alike, found, wanted))
+    return len(found) == len(wanted) and all(map(same_shape, found, wanted))
 
 
 def _aligned(operand: Operand) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from autodiff.extents import Dim, Extent, divides, maximum, minimum, same, sample_of
-from autodiff.ir import itemsize
-from bridge.compile.codegen.pointwise import EXPENSIVE, MASKS, compute_type
+from autodiff.ir import compute_type, itemsize
+from bridge.compile.codegen.pointwise import EXPENSIVE, MASKS
 from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pad, Pointwise, Reduction, Scalar, Value
 from bridge.compile.loop_ir.operations import Argument, Number
 from bridge.compile.schedule.access import Arguments, Space, access

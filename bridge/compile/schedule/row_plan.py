@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Stmt
 
+from autodiff.ir import compute_type
 from bridge.compile.codegen.emit import Emitter, element_type
-from bridge.compile.codegen.pointwise import RULES, compute_type
+from bridge.compile.codegen.pointwise import RULES
 from bridge.compile.codegen.tir import LaunchArguments, converted, flat_buffer, rounded, sequence
 from bridge.compile.loop_ir.operations import Access, Argument, Number, Term
 

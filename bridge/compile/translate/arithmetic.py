@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 
 from autodiff.extents import Dim, Extent
-from autodiff.ir import Call, dtype, shape
-from bridge.compile.codegen.pointwise import RULES, compute_type
+from autodiff.ir import Call, axes_of, compute_type, dtype, shape
+from bridge.compile.codegen.pointwise import RULES
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Operand, Scalar
 from bridge.compile.translate.builder import Builder, number, register
@@ -105,19 +105,13 @@ class CompositeEmitter:
         return self.builder.reshape(self.builder.reduce(op, operand, axes, self.type), extents)
 
 
-def _axes(call: Call, operand: Operand | Scalar) -> list[int]:
-    axis = call.attrs.axis
-    rank = len(operand.shape)
-    return list(range(rank)) if axis is None else [int(a) % rank for a in axis]
-
-
 @register("relax.sum", "relax.prod", "relax.max", "relax.min")
 def _reduction(builder: Builder, call: Call) -> Operand | Scalar:
     operand = builder.get(call.args[0])
     if operand.dtype == "bool":
         return NotImplemented
     name = str(call.op.name).removeprefix("relax.")
-    reduced = builder.reduce(name, operand, _axes(call, operand), dtype(call))
+    reduced = builder.reduce(name, operand, axes_of(call), dtype(call))
     return builder.reshape(reduced, shape(call))
 
 
@@ -127,7 +121,7 @@ def _mean(builder: Builder, call: Call) -> Operand | Scalar:
     operand = builder.get(call.args[0])
     if "float" not in operand.dtype:
         return NotImplemented
-    axes, operand = _axes(call, operand), c.widen(operand)
+    axes, operand = axes_of(call), c.widen(operand)
     count = math.prod(operand.shape[axis] for axis in axes)
     result = c("divide", c.reduce("sum", operand, axes), c.const(count))
     return builder.reshape(c.narrow(result), shape(call))

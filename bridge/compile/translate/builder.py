@@ -9,10 +9,10 @@ import torch
 from tvm.tirx import FloatImm, IntImm
 
 from autodiff.extents import Dim, Extent, from_tir, same
-from autodiff.ir import Constant, Expr, ShapeExpr, Tuple, Var, dtype, shape
+from autodiff.ir import Constant, Expr, ShapeExpr, Tuple, Var, compute_type, dtype, shape
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import VF
-from bridge.compile.codegen.pointwise import compute_type, identity
+from bridge.compile.codegen.pointwise import identity
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import (
     Dense,

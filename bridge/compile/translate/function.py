@@ -24,13 +24,13 @@ from autodiff.ir import (
     bindings,
     dtype,
     extents_of,
+    inverse,
     library_name,
     op_name,
     results,
     shape,
 )
 from bridge.compile.loop_ir.graph import Graph, Operand, Result, Scalar, Value, whole
-from bridge.compile.loop_ir.views import inverse
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.translate.builder import TRANSLATIONS, Builder
 from bridge.compile.translate.shapes import DrawnMask, drawn_mask, state_parameter
