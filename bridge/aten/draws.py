@@ -76,7 +76,7 @@ class ChainedDraws:
         for unused in range(self._next, index):
             if self._draws[unused].is_computed:
                 drawn = f"a random draw ({self._draws[unused].op}) whose distribution is computed"
-                raise UnsupportedUse(f"{drawn}, and whose result nobody uses", "leave the draw out")
+                raise UnsupportedUse(f"{drawn}, and whose result is unused", "leave the draw out")
             self._emit(unused, ())
 
     def _emit(self, index: int, tensors: Sequence[Expr]) -> Expr:

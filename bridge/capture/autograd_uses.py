@@ -56,7 +56,7 @@ def use_of_autograd(
     hooks = saved_tensors_hooks()
     of = (getattr(hooks and hooks[0], "__module__", None) or "").partition(".")[0]
     if hooks is not None and of not in ("torch", "bridge"):  # the hooks of checkpoints and ``save_on_cpu`` keep numbers
-        reason = "changes what autograd saves by functions of its own; a compiled call saves what its partition says"
+        reason = "changes the saved tensors by its own functions; a compiled call saves the tensors of its partition"
         return "torch.autograd.graph.saved_tensors_hooks", reason, "use it around the call"
     return None
 

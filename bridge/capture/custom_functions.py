@@ -268,7 +268,7 @@ class CustomFunctions:
         if len({id(each) for each in followed}) != len(followed):
             raise NotTraceable("returns a tensor twice")
         if partial and len(followed) > 1:
-            raise NotTraceable("has several outputs, and takes None for the gradients of those that are not used")
+            raise NotTraceable("has several outputs, and takes None for the gradients of unused ones")
         needed = [index for index, needs in enumerate(node.needs_input_grad) if needs]
         with _off():
             tangents = {id(each): TANGENT(each, number, index) for index, each in enumerate(followed)}

@@ -256,7 +256,7 @@ def _results(made: Any, given: Collection[int], is_partial: bool) -> list[torch.
     if len(memory) < len(tensors) or not memory.isdisjoint(given):
         raise NotTraceable("returns an argument, a view of it or a tensor twice, and cannot be traced")
     if is_partial and len(tensors) > 1:
-        raise NotTraceable("has several outputs, and takes None for the gradients of those that are not used")
+        raise NotTraceable("has several outputs, and takes None for the gradients of unused ones")
     return results
 
 

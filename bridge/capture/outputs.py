@@ -112,7 +112,7 @@ def _refused(
         found.append(("requires_grad_", "returns a new leaf that requires grad"))
     elif leaf.requires_grad and not (same or torch.is_grad_enabled()):
         hint = "call it where gradients are on, or detach what it returns"
-        found.append(("torch.enable_grad", "returns what requires grad, called where gradients are off", hint))
+        found.append(("torch.enable_grad", "returns a tensor that requires grad, called where gradients are off", hint))
     if leaf.dtype != base.dtype and not is_parts_view(leaf, base):
         found.append(("view_dtype", "returns a view of another dtype of something that the caller can see"))
     if leaf.is_neg() != base.is_neg():

@@ -81,7 +81,7 @@ class Constants:
         for place in self.weights:
             if not bool(VF.isfinite(made[place]).all()):
                 weight = params[len(params) - len(made) + place].name
-                what = Unsupported(weight, name, "not finite with what is folded into it: not exact")
+                what = Unsupported(weight, name, "not finite once a scale or a shift is folded into it")
                 raise UnsupportedModule(name, [what])
         return call.with_constants(made, len(tensors))
 

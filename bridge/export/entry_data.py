@@ -249,15 +249,12 @@ def _refuse(entry: Entry, module: nn.Module) -> None:
     anew = "call remove_tvm_dispatch, and add the dispatch to the module as it is now"
     is_elsewhere = any(each.device != captured.device for each in captured.given.tensors)
     tensors = *captured.module_tensors, *captured.given.tensors, *(each for each in captured.outputs if each.is_tensor)
+    places = [each.name for each in (*captured.state.counters, *captured.state.kept)]
     problems = [
         (f"an entry for the module as it was ({stale})", stale is not None, anew),
         ("sizes that vary", captured.sizes.scope is not None, "add the dispatch for the sizes that are to be saved"),
         (f"numbers that are inputs ({guard.numbers})", bool(guard.numbers), _HINT),
-        (
-            f"attributes that a call sets ({captured.state.counters or captured.state.kept})",
-            guard.tree.sets_attributes,
-            _HINT,
-        ),
+        (f"attributes that a call sets ({', '.join(places)})", guard.tree.sets_attributes, _HINT),
         ("requires_grad of arguments, which forward sets", bool(captured.given.followed), "set it before the call"),
         ("deterministic algorithms", modes["deterministic algorithms"], "switch them off before the dispatch is added"),
         ("arguments on the host beside a GPU's", is_elsewhere, _HINT),

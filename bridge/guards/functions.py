@@ -138,7 +138,7 @@ def effect_of_function(module: str, name: str, arguments: int, stream: Any = Non
     ``arguments``: their number; ``stream``: the ``file`` argument of ``print``.
     """
     if (module, name) in _UNREPEATED:
-        return "depends on what else the process holds, or on chance; a compiled call reads neither", OUTSIDE
+        return "depends on other objects of the process, or on chance; a compiled call reads neither", OUTSIDE
     if (module, name) == ("_locale", "setlocale"):
         return CHANGES_FILES if arguments > 1 else None
     if module == "_csv" and name == "field_size_limit" and not arguments:

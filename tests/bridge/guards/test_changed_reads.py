@@ -314,8 +314,8 @@ memory at an address: V = ctypes.c_double(2.); A = ctypes.addressof(V)
 pointer to an address: V = ctypes.c_double(2.); A = ctypes.addressof(V)
   | ctypes.cast(A, ctypes.POINTER(ctypes.c_double))[0] | memory by its address
 foreign function: L = ctypes.CDLL(None) | 2. + bool(L.getenv(b'TESTS_YY')) | a library in C
-weak references to an object: class C: pass~H = C() | 2. + weakref.getweakrefcount(H) | what else the process holds
-holders of an object: H = NS() | 2. + len(gc.get_referrers(H)) | what else the process holds
+weak references to an object: class C: pass~H = C() | 2. + weakref.getweakrefcount(H) | other objects of the process
+holders of an object: H = NS() | 2. + len(gc.get_referrers(H)) | other objects of the process
 the system's random numbers: | 2. + (os.urandom(1) == b'a') | on chance
 lock that stays acquired: H = threading.RLock() | 2. + H.acquire() | leaves it so
 lock that is released: H = threading.Lock(); H.acquire() | (H.release(), 2.)[1] | leaves it so
