@@ -335,7 +335,7 @@ def _times(peers: Mapping[str, Peer], model: Model, memory: Memory) -> Row:
     if model.device.type == "cuda":
         settle(steps)
     for name, peer in peers.items():
-        for _ in range(2):  # the first may allocate what the turns of others have moved
+        for _ in range(2):  # the first may allocate memory again that the turns of others have moved
             memory.count(name, peer.step)
         if model.device.type != "cuda":
             memory.profiled(name, peer)

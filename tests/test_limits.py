@@ -1,4 +1,4 @@
-"""The page of limits is true: each row's words are those that the product prints, or a test elsewhere is named here."""
+"""The page of limits is true: the product prints each row's words, or a test elsewhere is named here."""
 
 import ast
 import re

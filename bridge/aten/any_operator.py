@@ -156,7 +156,7 @@ def _refuse_without_gradient(node: fx.Node) -> None:
 def _saved_results(node: fx.Node) -> list[int]:
     """Indices of the results that autograd saves, by a run on meta tensors; all float results if that run fails.
 
-    None of a composite operator with a formula for its shape: a result may be a view of what is saved.
+    None of a composite operator with a formula for its shape: a result may be a view of a saved tensor.
     """
     if node.target in SHAPES:
         return []

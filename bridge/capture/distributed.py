@@ -2,7 +2,7 @@
 
 The recorder sees operators above DTensor. Here each DTensor has a *local tensor* that the run's operators made. torch's
 own sharding rules tell for an operator which arguments change placements and how its results are placed; then the
-operator runs on local tensors, as a row like any other. Gradients are those of the local operators:
+operator runs on local tensors, as a row like any other. Gradients are the local operators':
 
 * an argument that is replicated has a *partial* gradient where a result is not replicated: each rank has its part's
   contribution, and the sum over the ranks is the gradient;
@@ -140,7 +140,7 @@ class DistributedTensors:
     def __init__(self, recorder: Any):
         self._held = weakref.ref(
             recorder
-        )  # the recorder has this object: what a run reads ends with it, not at a collection
+        )  # the recorder has this object: a run's reads end with it, not at a collection
         self._known: dict[int, _Known] = {}
         self._inside: dict[int, torch.Tensor] = {}
 

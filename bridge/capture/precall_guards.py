@@ -235,7 +235,7 @@ _FILLED: Mapping[Any, OpOverload] = {
     aten.empty_like.default: aten.zeros_like.default,
     aten.new_empty.default: aten.new_zeros.default,
 }
-"""Operators that leave memory as it is → those that fill it as a program does (:func:`bridge.aten.shape.empty`)."""
+"""Operators that leave memory as it is → operators that fill it as a program does (:func:`bridge.aten.shape.empty`)."""
 
 
 def _is_mask(index: Any) -> bool:

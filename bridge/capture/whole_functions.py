@@ -3,7 +3,7 @@
 A composite operator may read numbers (to check arguments, to build a mask that depends only on the shape), or have a
 further result with a data-dependent shape. If the wanted result has a static shape, a program runs torch's kernel, and
 backward autograd's derivative of it (:mod:`bridge.aten.any_operator`). On fake tensors a formula gives the shape, also
-of an operator whose own formula there refuses what its kernel computes.
+of an operator whose own formula there refuses calls that its kernel computes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The search goes from the outside in: each module that a refused module calls is 
 sample; if it is refused as well, its own callees are tried. A shared module is dispatched once. The code between parts
 runs eager. :class:`PartStats` sums the statistics of the parts.
 
-Where random draws select what runs, the sample shows the calls of a few selections. Parts compile the calls of others
-when they come, also modules that no selection of the sample called.
+Where random draws select the code that runs, the sample shows the calls of a few selections. Parts compile the
+calls of others when they come, also modules that no selection of the sample called.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def add_parts(
     """Dispatches the largest possible submodules of a module that was refused.
 
     Args:
-        compiles_selected: ``on_miss="compile"`` for the parts if random draws select what runs.
+        compiles_selected: ``on_miss="compile"`` for the parts if random draws select the code that runs.
 
     Raises:
         UnsupportedModule: ``refused``, if no submodule can be dispatched.

@@ -62,7 +62,7 @@ _PUT = ("index_put", "index_put_impl", "put")
 _TAKE = ("take", "index", "gather", "index_select")
 """Further operators in gradients of scatters."""
 _FILL = ("scatter", "index_fill")
-"""Operators in gradients of those that write a number: they write a zero there. Their value is the fourth argument."""
+"""In gradients of operators that write a number, these write a zero there. The value is the fourth argument."""
 
 
 def _zeroed(func: torch._ops.OpOverload, args: tuple) -> list[Any]:

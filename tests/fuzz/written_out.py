@@ -1,7 +1,7 @@
 """Eager with torch's control-flow operators written out, for second derivatives.
 
 Eager's second derivatives through ``scan`` and ``while_loop`` lack terms, and through ``torch.cond`` there is none;
-compiled code's are those of the control flow written out (``docs/limits.md``).
+compiled code's are the gradients of the control flow written out (``docs/limits.md``).
 """
 
 from __future__ import annotations

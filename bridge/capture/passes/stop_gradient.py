@@ -158,7 +158,7 @@ def _wrong_in_torch(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
 
 
 def _stop_unread(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> None:
-    """Stops the gradient of what is written under a detached name that nothing reads (``buffer.data.lerp_(x, 0.1)``).
+    """Stops the gradient of values written under a detached name that nothing reads (``buffer.data.lerp_(x, 0.1)``).
 
     In eager it ends at that name: the memory's other names, read later, stay untracked.
     """

@@ -203,7 +203,7 @@ class ModuleGuard:
             source.add(f"elif not {same}():", "    return None")
 
     def look(self, module: nn.Module, thorough: bool) -> _Unwritten | None:
-        """Checks modules, in the quick path also what forward read elsewhere → their write counts,
+        """Checks modules, in the quick path also values that forward read elsewhere → their write counts,
         for a quick test at later calls; ``None``: changed.
 
         ``thorough``: accepts equivalent contents; raises :class:`GuardFailure` otherwise.

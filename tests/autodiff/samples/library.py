@@ -410,4 +410,4 @@ sample(
     draw(3, 4, low=0.3),
 )
 
-_library("collective", lambda x: x, (draw(3, 4),), "copy", "copy", 0, "0")  # those with other processes need some
+_library("collective", lambda x: x, (draw(3, 4),), "copy", "copy", 0, "0")  # operators with other processes need some

@@ -120,7 +120,7 @@ def test_embedding_bag_of_computed_weights(count, mode):
 
 
 class LaidOutBag(nn.Module):
-    """Sums of bags; in eager the order of axes of weights and factors decides which kernel runs, and what it saves."""
+    """Sums of bags; in eager the order of axes of weights and factors decides the kernel and its saved tensors."""
 
     def __init__(self, layout, dtype):
         super().__init__()

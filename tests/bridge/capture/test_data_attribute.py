@@ -296,7 +296,7 @@ def distances(m, x, y):
 
 
 def codebook_averages(m, x, y):
-    """Nothing reads the names that are written; the gradient of what is written ends there."""
+    """Nothing reads the names that are written; the gradient of the written values ends there."""
     codes = m.codes[(y[:, None] - m.codes).square().sum(2).argmin(1)]
     m.mean.data.lerp_(y.mean(0), 0.3)
     m.scaled.data[:2].add_(y[:2] * m.scale)

@@ -1,4 +1,4 @@
-"""What a new user reads: of a wrong sample, of a refused call, of an entry, of a compiled module."""
+"""Texts that a new user reads: for a wrong sample, a refused call, an entry, a compiled module."""
 
 import logging
 import sys

@@ -68,7 +68,7 @@ class Named(dict):
 
 
 class ByName(collections.OrderedDict):
-    """Its items are attributes as well; it counts what is set and doubles what is got."""
+    """Its items are attributes as well; it counts values that are set and doubles values that are read."""
 
     def __setitem__(self, name, value):
         super().__setitem__(name, value)

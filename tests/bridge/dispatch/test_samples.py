@@ -285,7 +285,7 @@ class Chooses(nn.Module):
 
 
 def test_enums_and_dtypes_are_conditions(monkeypatch):
-    """Also what forward reads of an enum's member, which may change."""
+    """Also values that forward reads from an enum's member, which may change."""
     module = Chooses().to(DEVICE)
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, (X, Kind.SCALED), on_miss="compile")

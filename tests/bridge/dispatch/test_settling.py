@@ -131,7 +131,7 @@ def test_an_attribute_of_a_parameter_that_forward_reads_is_guarded():
 
 
 class Lazy:
-    """What it computes once is kept until it is deleted."""
+    """A value that it computes once is kept until it is deleted."""
 
     base, made = 2.0, None
 

@@ -109,5 +109,5 @@ def test_keywords_that_forward_does_not_name():
         for names in (("mask", "bias"), ("bias", "mask")):
             given = {name: torch.full((rows, 2), float(len(name))) for name in names}
             torch.testing.assert_close(module(x, more, **given), eager(x, more, **given), rtol=0, atol=0)
-    entries = stats(module).entries  # each order is an entry of its own: what is behind ``**kwargs`` may read it
+    entries = stats(module).entries  # each order is an entry of its own: code behind ``**kwargs`` may read it
     assert stats(module).hits == 8 and any(entry.bound is not None for entry in entries)
