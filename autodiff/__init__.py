@@ -5,7 +5,6 @@ it changed nothing. The usual line: ``clean(differentiate(mask_dropout(spell_out
 Given a :class:`Body` instead, a pass edits it: several passes in a row build no function in between.
 """
 
-from autodiff import gradients
 from autodiff.body import Body
 from autodiff.clean import clean, clean_joint
 from autodiff.differentiate import differentiate, drop_gradients, seed_vjp, without_grad_outs
@@ -23,18 +22,8 @@ from autodiff.redundancy import (
 )
 from autodiff.zapp import deduplicate_views, one_zapp, zapp_like, zero_zapp
 
-__all__ = [
-    "Body",
-    "NoGradient",
-    "UndifferentiableOp",
-    "clean",
-    "collectives_in_order",
-    "fuse_bias_epilogues",
-    "sink_channel_permutes",
-]
-__all__ += ["clean_joint", "common_subexpression_elimination", "dead_code_elimination", "deduplicate_views"]
-__all__ += ["differentiate", "drop_gradients", "join_pads", "join_products", "sink_head_permutes"]
-__all__ += ["mask_dropout", "one_zapp", "seed_vjp", "spell_out", "unique_names", "without_grad_outs", "zapp_like"]
-__all__ += ["zero_zapp"]
-
-gradients.register()
+__all__ = ["Body", "NoGradient", "UndifferentiableOp", "clean", "collectives_in_order", "fuse_bias_epilogues"]
+__all__ += ["clean_joint", "common_subexpression_elimination", "dead_code_elimination", "sink_channel_permutes"]
+__all__ += ["deduplicate_views", "differentiate", "drop_gradients", "join_pads", "join_products"]
+__all__ += ["mask_dropout", "one_zapp", "seed_vjp", "sink_head_permutes", "spell_out", "unique_names"]
+__all__ += ["without_grad_outs", "zapp_like", "zero_zapp"]

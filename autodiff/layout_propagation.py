@@ -45,21 +45,9 @@ from autodiff.zapp import reshaped
 __all__ = ["sink_channel_permutes", "sink_head_permutes"]
 
 
-_SOURCES = frozenset(
-    f"library.{name}"
-    for name in (
-        "adaptive_avg_pool_last",
-        "adaptive_avg_pool_last_backward",
-        "avg_pool_last",
-        "avg_pool_last_backward",
-        "convolution_last",
-        "convolution_last_backward_input",
-        "max_pool_last",
-        "max_pool_last_backward",
-        "upsample_last",
-        "upsample_last_backward",
-    )
-)
+_WINDOWS = ("adaptive_avg_pool", "avg_pool", "max_pool", "upsample")
+_SOURCES = {"library.convolution_last", "library.convolution_last_backward_input"}
+_SOURCES |= {f"library.{name}_last{end}" for name in _WINDOWS for end in ("", "_backward")}
 _POINTWISE = having("elementwise") | {"relax.grad.no_grad", "library.with_derivative"}
 _REDUCTIONS = {f"relax.{name}": getattr(op, name) for name in ("sum", "mean", "max", "min", "prod")}
 

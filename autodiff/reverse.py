@@ -1,8 +1,8 @@
 """Reverse accumulation: bindings and a scalar -> the bindings of its backward, and the gradient of each variable.
 
 The chain rule over the bindings, last to first: the gradient of a variable is complete when its own binding is reached,
-and the operator's rule then adds to the gradients of the operands. The walk has the rules and the order of sums of
-TVM's ``Gradient`` pass, in time proportional to the bindings.
+and the operator's rule then adds to the gradients of the operands. The walk has the order of sums of TVM's ``Gradient``
+pass, in time proportional to the bindings.
 
 Undefined gradients: a library operator's derivative with gradients of zeros -> the same call without these gradients.
 Autograd leaves the gradient of an unused result undefined, and the operator's formula omits its terms. That is more
@@ -17,10 +17,10 @@ from tvm import relax
 from tvm.relax import op
 
 from autodiff.body import Body, Scope, on_functions, rewrite
+from autodiff.gradients.registry import partials
 from autodiff.ir import (
     Call,
     Expr,
-    Op,
     ShapeExpr,
     Tuple,
     TupleGetItem,
@@ -37,7 +37,6 @@ from autodiff.typed import TypedBuilder
 __all__ = ["accumulate", "undefined_gradients"]
 
 Bindings = list[tuple[Var, Expr]]
-_NO_GRADIENT = "relax.grad.no_grad"
 
 
 def accumulate(body: Bindings, scalar: Var) -> tuple[Bindings, dict[Var, Var]]:
@@ -71,10 +70,8 @@ class _Gradients:
         """Adds to the gradients of the operands of ``value``, once the gradient of ``var`` is complete."""
         gradient = self.of[var]
         if isinstance(value, Call):
-            rule = Op.get(op_name(value)).get_attr("FPrimalGradient")
-            partials = rule(var, value, gradient, self._builder)
-            for arg, partial in zip(value.args, partials, strict=True):
-                if op_name(partial) != _NO_GRADIENT:
+            for arg, partial in partials(var, value, gradient, self._builder):
+                if partial is not None:
                     self.add(arg, partial)
         elif isinstance(value, TupleGetItem):
             self._add_field(value, gradient)

@@ -14,30 +14,19 @@ from tvm.relax import op
 from autodiff.gradients.registry import Emit, const, fit, gradient, zeros_like
 from autodiff.ir import Call, Constant, Expr, Var, dtype, is_float, numpy_value
 
-_PIECEWISE_CONSTANT = (
-    "relax.floor",
-    "relax.ceil",
-    "relax.round",
-    "relax.trunc",
-    "relax.sign",
-    "relax.isnan",
-    "relax.isinf",
-    "relax.isfinite",
-    "relax.logical_not",
-    "relax.bitwise_not",
-)
+_PIECEWISE_CONSTANT = "floor ceil round trunc sign isnan isinf isfinite logical_not bitwise_not".split()
 
 
-@gradient(*_PIECEWISE_CONSTANT)
+@gradient(*(f"relax.{name}" for name in _PIECEWISE_CONSTANT))
 def piecewise_constant(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
     """dx = 0"""
     return [None]
 
 
-def _unary(name: str, derivative: Callable[[Expr, Var, Emit], Expr]) -> None:
+def _unary(name: str, derivative: Callable[[Expr, Var, Emit], Expr], wide: bool = True) -> None:
     """Registers ``dx = g * derivative(x, y)``."""
 
-    @gradient(name, wide=True)
+    @gradient(name, wide=wide)
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
         return [g * derivative(call.args[0], y, emit)]
 
@@ -45,6 +34,8 @@ def _unary(name: str, derivative: Callable[[Expr, Var, Emit], Expr]) -> None:
 _unary("relax.sigmoid", lambda x, y, emit: y * (const(1, x) - y))
 _unary("relax.tanh", lambda x, y, emit: const(1, x) - y * y)
 _unary("relax.rsqrt", lambda x, y, emit: const(-0.5, x) * (y * y * y))
+_unary("relax.exp", lambda x, y, emit: y, wide=False)
+_unary("relax.sin", lambda x, y, emit: op.cos(x), wide=False)
 _unary("relax.tan", lambda x, y, emit: const(1, x) + y * y)
 _unary("relax.sinh", lambda x, y, emit: op.cosh(x))
 _unary("relax.cosh", lambda x, y, emit: op.sinh(x))
@@ -54,6 +45,30 @@ _unary("relax.atan", lambda x, y, emit: const(1, x) / (const(1, x) + x * x))
 _unary("relax.asinh", lambda x, y, emit: op.rsqrt(const(1, x) + x * x))
 _unary("relax.acosh", lambda x, y, emit: op.rsqrt(x * x - const(1, x)))
 _unary("relax.atanh", lambda x, y, emit: const(1, x) / (const(1, x) - x * x))
+
+
+@gradient("relax.negative")
+def negative(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx = -g"""
+    return [op.negative(g)]
+
+
+@gradient("relax.log")
+def log(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx = g / x"""
+    return [g / call.args[0]]
+
+
+@gradient("relax.cos")
+def cos(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx = -g sin(x)"""
+    return [op.negative(g) * op.sin(call.args[0])]
+
+
+@gradient("relax.sqrt")
+def sqrt(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx = g / 2 / y"""
+    return [const(0.5, y) * g / y]
 
 
 @gradient("relax.square", wide=True)

@@ -102,31 +102,28 @@ def check_attention_mask(call: Call, active: Collection[Var]) -> str | None:
     return None
 
 
-def _channels_last(name: str, args: list[Expr], like: Expr, emit: Emit) -> Expr:
-    """The gradient of ``like`` by a library function whose result has channels last, with channels as second axis."""
+def _of_images(name: str, args: list[Expr], like: Expr, emit: Emit) -> Expr:
+    """The gradient of ``like`` by a library function; one of channels last is permuted so that they are second."""
+    if "_last" not in name:
+        return library_call(name, args, like.ty)
     behind = TensorType([shape(like)[axis] for axis in _TO_BACK], dtype(like))
     return op.permute_dims(emit(library_call(name, args, behind)), list(_TO_FRONT))
 
 
-@library_gradient("library.convolution")
-def convolution(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx and dweight, each a library call of its own, so that one can be had without the other"""
-    x, weight, *geometry = call.args
-    dx = library_call("convolution_backward_input", [g, weight, ShapeExpr(shape(x)), *geometry], x.ty)
-    dweight = library_call("convolution_backward_weight", [g, x, ShapeExpr(shape(weight)), *geometry], weight.ty)
-    return [dx, dweight] + [None] * len(geometry)
+def _as_given(name: str, value: Expr, emit: Emit) -> Expr:
+    """A tensor in the order of axes that the library function reads."""
+    return emit(op.permute_dims(value, list(_TO_FRONT))) if name.endswith("_last") else value
 
 
-@library_gradient("library.convolution_last")
-def convolution_last(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx and dweight of a convolution with channels last, permuted so that channels are the second axis"""
-    x, weight, *geometry = call.args
-    g = emit(op.permute_dims(g, list(_TO_FRONT)))
-    grads: list[Expr] = []
-    for name, args, of in (("input", [g, weight], x), ("weight", [g, x], weight)):
-        args = [*args, ShapeExpr(shape(of)), *geometry]
-        grads.append(_channels_last(f"convolution_last_backward_{name}", args, of, emit))
-    return grads + [None] * len(geometry)
+def _convolution(name: str) -> None:
+    @library_gradient(f"library.{name}")
+    def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+        """dx and dweight, each a library call of its own, so that one can be had without the other"""
+        x, weight, *geometry = call.args
+        g = _as_given(name, g, emit)
+        dx = _of_images(f"{name}_backward_input", [g, weight, ShapeExpr(shape(x)), *geometry], x, emit)
+        args = [g, x, ShapeExpr(shape(weight)), *geometry]
+        return [dx, _of_images(f"{name}_backward_weight", args, weight, emit)] + [None] * len(geometry)
 
 
 @library_gradient("library.matmul_bias")
@@ -140,23 +137,14 @@ def matmul_bias(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [dx, dw, fit(g, bias, emit), None]
 
 
-@library_gradient("library.max_pool_last")
-def max_pool_last(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = zeros with g added at the positions of the maxima, channels last, seen with channels as the second axis"""
-    x, *geometry = call.args
-    grad, positions = (emit(op.permute_dims(emit(TupleGetItem(*each)), list(_TO_FRONT))) for each in ((g, 0), (y, 1)))
-    dx = _channels_last("max_pool_last_backward", [grad, positions, ShapeExpr(shape(x)), *geometry], x, emit)
-    return [dx] + [None] * len(geometry)
-
-
 def _max_pool(name: str) -> None:
     @library_gradient(f"library.{name}")
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
         """dx = zeros with g added at the positions of the maxima, which are the second result"""
         x, *geometry = call.args
-        positions, grad = emit(TupleGetItem(y, 1)), emit(TupleGetItem(g, 0))
-        dx = library_call(f"{name}_backward", [grad, positions, ShapeExpr(shape(x)), *geometry], x.ty)
-        return [dx] + [None] * len(geometry)
+        grad, positions = (_as_given(name, emit(TupleGetItem(*each)), emit) for each in ((g, 0), (y, 1)))
+        args = [grad, positions, ShapeExpr(shape(x)), *geometry]
+        return [_of_images(f"{name}_backward", args, x, emit)] + [None] * len(geometry)
 
 
 def _weighted(name: str) -> None:
@@ -164,25 +152,17 @@ def _weighted(name: str) -> None:
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
         """dx = g shared among the elements of each window, or summed with the interpolation's weights"""
         x, *options = call.args
-        dx = library_call(f"{name}_backward", [g, ShapeExpr(shape(x)), *options], x.ty)
-        return [dx] + [None] * len(options)
+        args = [_as_given(name, g, emit), ShapeExpr(shape(x)), *options]
+        return [_of_images(f"{name}_backward", args, x, emit)] + [None] * len(options)
 
 
-def _weighted_last(name: str) -> None:
-    @library_gradient(f"library.{name}_last")
-    def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-        """dx as with channels first, computed with channels last and permuted back"""
-        x, *options = call.args
-        g = emit(op.permute_dims(g, list(_TO_FRONT)))
-        dx = _channels_last(f"{name}_last_backward", [g, ShapeExpr(shape(x)), *options], x, emit)
-        return [dx] + [None] * len(options)
-
-
-_max_pool("max_pool")
-_max_pool("adaptive_max_pool")
+for _name in ("convolution", "convolution_last"):
+    _convolution(_name)
+for _name in ("max_pool", "max_pool_last", "adaptive_max_pool"):
+    _max_pool(_name)
 for _name in ("avg_pool", "adaptive_avg_pool", "upsample"):
     _weighted(_name)
-    _weighted_last(_name)
+    _weighted(f"{_name}_last")
 
 
 @library_gradient("library.index")

@@ -1,4 +1,4 @@
-"""The registry of gradient rules: an operator's name -> its rule, handed to TVM on import; helpers of rules.
+"""The registry of gradient rules: an operator's name -> its rule; helpers of rules.
 
 A rule is a function ``rule(call, y, grad, emit) -> partials``: the forward call (``call.args``, ``call.attrs``), the
 variable it defines, the gradient of that variable, and ``emit(expr) -> Var`` to share a subexpression. It returns one
@@ -13,25 +13,14 @@ from collections.abc import Callable, Collection, Sequence
 
 from tvm import relax
 from tvm.relax import op
-from tvm.relax.op.grad import no_grad
 
 from autodiff.body import const
 from autodiff.extents import Dim, Extent, same, same_shape
 from autodiff.ir import Call, Expr, TensorType, Tuple, Var, axes_of, compute_type, dtype, library_name, op_name, shape
 from autodiff.typed import TypedBuilder
 
-__all__ = [
-    "TVM_RULES",
-    "Emit",
-    "GradientRule",
-    "checks",
-    "const",
-    "differentiable",
-    "fit",
-    "gradient",
-    "keep_axes",
-]
-__all__ += ["library_gradient", "padded", "register", "sum_over", "unsupported", "zeros_like"]
+__all__ = ["Emit", "GradientRule", "checks", "const", "differentiable", "fit", "gradient", "keep_axes"]
+__all__ += ["library_gradient", "padded", "partials", "sum_over", "unsupported", "zeros_like"]
 
 
 Emit = Callable[[Expr], Var]
@@ -43,19 +32,11 @@ RULES: dict[str, GradientRule] = {}
 LIBRARY_RULES: dict[str, GradientRule] = {}
 CHECKS: dict[str, Check] = {}
 
-TVM_RULES = frozenset(
-    f"relax.{name}"
-    for name in "cos exp full full_like log negative ones_like permute_dims sin split sqrt zeros_like".split()
-)
-"""TVM's own rules that are used; its other rules, some of which are wrong, are not."""
-
-_LEVEL = 11  # TVM registers its own rules at level 10
-_CALL_LIBRARY = "relax.call_pure_packed"
 _HALF = ("float16", "bfloat16")
 
 
 def gradient(*names: str, wide: bool = False) -> Callable[[GradientRule], GradientRule]:
-    """Registers a rule for operators, instead of TVM's rule if there is one.
+    """Registers a rule for operators; TVM's own rules, some of which are wrong, are not used.
 
     ``wide``: for half types the rule sees everything cast to float32 and its results are cast back, so that a formula
     of several operations is rounded once, as in the numerical libraries.
@@ -80,20 +61,9 @@ def library_gradient(*names: str, wide: bool = False) -> Callable[[GradientRule]
     return add
 
 
-@functools.cache
-def register() -> None:
-    """Hands the rules to TVM, once per process; importing ``autodiff`` does it."""
-    for name, rule in RULES.items():
-        op.register_gradient(name, _adapt(rule), level=_LEVEL)
-    op.register_gradient(_CALL_LIBRARY, _library, level=_LEVEL)
-
-
 def differentiable(value: Expr) -> bool:
-    """Whether a call has a gradient rule, here or a tested one of TVM's."""
-    name = op_name(value)
-    if name == _CALL_LIBRARY:
-        return library_name(value) in LIBRARY_RULES
-    return name in RULES or name in TVM_RULES
+    """Whether a call has a gradient rule."""
+    return op_name(value) in RULES or library_name(value) in LIBRARY_RULES
 
 
 def unsupported(value: Call, active: Collection[Var]) -> str | None:
@@ -112,18 +82,19 @@ def checks(*names: str) -> Callable[[Check], Check]:
     return add
 
 
-def _adapt(rule: GradientRule) -> Callable:
-    """A rule -> a function with TVM's signature ``FPrimalGradient``."""
-
-    def fgradient(orig_var: Var, orig_call: Call, output_grad: Var, ctx: relax.BlockBuilder) -> list[Expr]:
-        tensors = [arg for arg in orig_call.args if isinstance(arg.ty, TensorType)]
-        if _is_empty(orig_var) or (tensors and all(map(_is_empty, tensors))):
-            partials = [_nothing(arg) for arg in orig_call.args]
-        else:
-            partials = rule(orig_call, orig_var, output_grad, _emitter(ctx, orig_call, orig_var))
-        return [no_grad(arg) if part is None else part for arg, part in zip(orig_call.args, partials, strict=True)]
-
-    return fgradient
+def partials(var: Var, call: Call, gradient: Var, builder: relax.BlockBuilder) -> list[tuple[Expr, Expr | None]]:
+    """The arguments of a call, bound to ``var``, each with its gradient; ``None`` where no gradient flows."""
+    name = library_name(call)
+    rule = RULES[op_name(call)] if name is None else LIBRARY_RULES[name]
+    if name is not None:  # a rule sees the arguments after the function's name
+        call = Call(call.op, call.args[1:], call.attrs, ret_ty=var.ty)
+    args = list(call.args)
+    tensors = [arg for arg in args if isinstance(arg.ty, TensorType)]
+    if name is None and (_is_empty(var) or (tensors and all(map(_is_empty, tensors)))):
+        return [(arg, _nothing(arg)) for arg in args]
+    typed = TypedBuilder(builder, (call, var))
+    found = rule(call, var, gradient, lambda value: value if isinstance(value, Var) else typed.emit(value))
+    return list(zip(args, found, strict=True))
 
 
 def _is_empty(value: Expr) -> bool:
@@ -136,21 +107,6 @@ def _nothing(arg: Expr) -> Expr | None:
     if isinstance(arg.ty, TensorType) and "float" in dtype(arg):
         return op.zeros(shape(arg), dtype(arg))
     return None
-
-
-def _emitter(ctx: relax.BlockBuilder, *values: Expr) -> Emit:
-    builder = TypedBuilder(ctx, values)
-    return lambda value: value if isinstance(value, Var) else builder.emit(value)
-
-
-def _library(orig_var: Var, orig_call: Call, output_grad: Var, ctx: relax.BlockBuilder) -> list[Expr]:
-    function, *args = orig_call.args
-    rule = LIBRARY_RULES[str(function.global_symbol)]
-    call = Call(orig_call.op, args, orig_call.attrs, ret_ty=orig_var.ty)
-    partials = rule(call, orig_var, output_grad, _emitter(ctx, call, orig_var))
-    return [no_grad(function)] + [
-        no_grad(arg) if part is None else part for arg, part in zip(args, partials, strict=True)
-    ]
 
 
 def _in_float32(rule: GradientRule) -> GradientRule:

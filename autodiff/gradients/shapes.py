@@ -9,7 +9,7 @@ from tvm.relax import op
 
 from autodiff.extents import Dim, Extent, Slice, same
 from autodiff.gradients.registry import Emit, checks, fit, gradient, padded
-from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, extents_of, shape
+from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, extents_of, inverse, permutation, shape
 from autodiff.typed import slices
 
 __all__ = []
@@ -25,6 +25,24 @@ def reshape(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 def same_elements(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = g in the shape of x"""
     return [op.reshape(g, shape(call.args[0]))]
+
+
+@gradient("relax.permute_dims")
+def permute_dims(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx = g in the order of the axes of x"""
+    return [op.permute_dims(g, inverse(permutation(call)) if call.attrs.axes else None)]
+
+
+@gradient("relax.split")
+def split(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx = the sections' gradients, one after the other"""
+    return [op.concat(g, int(call.attrs.axis))]
+
+
+@gradient("relax.full", "relax.full_like", "relax.zeros_like", "relax.ones_like")
+def filled(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
+    """Nothing: the number is not differentiated, the tensor is only looked at."""
+    return [None] * len(call.args)
 
 
 @gradient("relax.broadcast_to")

@@ -40,22 +40,8 @@ _TAGS = {
     torch.Tag.inplace_view: "gives a tensor another shape in place",
 }
 
-_MEMORY = (
-    "as_strided",
-    "empty",
-    "from_file",
-    "new_empty",
-    "resize",
-    "set",
-    "_copy_from",
-    "_empty",
-    "_efficientzerotensor",
-    "_lazy_clone",
-    "_mkldnn",
-    "_reshape_alias",
-    "_resize",
-    "to_mkldnn",
-)
+_MEMORY = tuple("as_strided empty from_file new_empty resize set to_mkldnn _copy_from _empty _mkldnn _resize".split())
+_MEMORY += ("_efficientzerotensor", "_lazy_clone", "_reshape_alias")
 """Name prefixes of operators that depend on a tensor's memory layout, or return uninitialized memory."""
 
 _EFFECTS = ("assert", "sym_constrain", "_make_dep_token")

@@ -28,15 +28,13 @@ from autodiff.ir import Expr, ShapeExpr, StringImm, TensorType, TupleType, Var
 from autodiff.library import GENERATOR_STATE
 from autodiff.library import call as library_call
 from bridge.aten.complex_value import part_type
-from bridge.aten.registry import UnsupportedUse, relax_dtype
+from bridge.aten.registry import ELEMENT_TYPES, UnsupportedUse, relax_dtype
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.capture import Captured, Draw, Parameter
 
 __all__ = ["ChainedDraws", "check_parameters", "described_draw", "draw_at_offset", "drawn_type", "given_type"]
 __all__ += ["state_before", "unplaced"]
-
-_DTYPES = "float32 float64 int64 bool float16 bfloat16 int32 uint8 int8 int16".split()
 
 
 class ChainedDraws:
@@ -109,10 +107,9 @@ def check_parameters(draw: Draw, tensors: Sequence[Expr]) -> None:
 
 def drawn_type(draw: Draw) -> TensorType:
     """The type in which eager draws."""
-    element_type = str(draw.dtype).removeprefix("torch.")
-    if element_type not in _DTYPES:
+    if draw.dtype not in ELEMENT_TYPES:
         raise UnsupportedUse(f"random numbers of type {draw.dtype}")
-    return TensorType(draw.shape, element_type)
+    return TensorType(draw.shape, ELEMENT_TYPES[draw.dtype])
 
 
 def given_type(draw: Draw) -> TensorType:

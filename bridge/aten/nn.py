@@ -214,24 +214,12 @@ def _rounded(value, element_type):
     return torch.tensor(value, dtype=getattr(torch, element_type)).item()
 
 
+_FILLS = "cauchy exponential geometric log_normal normal_functional rand rand_like randint randint_like randn".split()
+
+
 @converts(
-    aten.bernoulli.p,
-    aten.cauchy.default,
-    aten.exponential.default,
-    aten.geometric.default,
-    aten.log_normal.default,
-    aten.normal.float_float,
-    aten.normal_functional.default,
-    aten.rand.default,
-    aten.rand_like.default,
-    aten.randint.default,
-    aten.randint.low,
-    aten.randint_like.default,
-    aten.randint_like.low_dtype,
-    aten.randn.default,
-    aten.randn_like.default,
-    aten.randperm.default,
-    aten.uniform.default,
+    *(getattr(aten, name).default for name in (*_FILLS, "randn_like", "randperm", "uniform")),
+    *(aten.bernoulli.p, aten.normal.float_float, aten.randint.low, aten.randint_like.low_dtype),
 )
 def draw(importer, node, *args, **kwargs):
     return importer.draw(node)

@@ -34,16 +34,8 @@ _MOVES = {
     OVERWRITTEN,
     *(getattr(aten, name).default for name in "alias amax amin clone detach expand permute squeeze unsqueeze".split()),
     *(getattr(aten, name).default for name in "lift_fresh_copy max min repeat reshape view _unsafe_view".split()),
-    aten.item.default,
-    aten._local_scalar_dense.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.gather.default,
-    aten.cat.default,
+    *(aten.item.default, aten._local_scalar_dense.default, aten.select.int, aten.slice.Tensor, aten.squeeze.dim),
+    *(aten.squeeze.dims, aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.cat.default),
 }
 
 

@@ -8,6 +8,9 @@ number of the half types.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx
 from tvm import relax
@@ -24,103 +27,68 @@ from bridge.capture import RAN, STOP_GRADIENT, TensorMetadata
 
 op = relax.op
 
-_UNARY_FLOAT = {
-    aten.sin.default: op.sin,
-    aten.cos.default: op.cos,
-    aten.tan.default: op.tan,
-    aten.asin.default: op.asin,
-    aten.acos.default: op.acos,
-    aten.atan.default: op.atan,
-    aten.sinh.default: op.sinh,
-    aten.cosh.default: op.cosh,
-    aten.tanh.default: op.tanh,
-    aten.asinh.default: op.asinh,
-    aten.acosh.default: op.acosh,
-    aten.atanh.default: op.atanh,
-    aten.exp.default: op.exp,
-    aten.log.default: op.log,
-    aten.sqrt.default: op.sqrt,
-    aten.rsqrt.default: op.rsqrt,
-    aten.erf.default: op.erf,
-    aten.sigmoid.default: op.sigmoid,
-}
+
+def _alike(names: str) -> dict[Any, Callable[..., Expr]]:
+    """Overloads of operators that have the same name in Relax."""
+    return {getattr(aten, name).default: getattr(op, name) for name in names.split()}
+
+
 _UNARY = {
+    **_alike("sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh exp log sqrt rsqrt erf sigmoid abs sign"),
     aten.neg.default: op.negative,
-    aten.abs.default: op.abs,
-    aten.sign.default: op.sign,
     aten.relu.default: op.nn.relu,
 }
-_ROUNDING = {
-    aten.floor.default: op.floor,
-    aten.ceil.default: op.ceil,
-    aten.round.default: op.round,
-    aten.trunc.default: op.trunc,
-}
 _COMPARISONS = {
-    (aten.eq.Tensor, aten.eq.Scalar): op.equal,
-    (aten.ne.Tensor, aten.ne.Scalar): op.not_equal,
-    (aten.lt.Tensor, aten.lt.Scalar): op.less,
-    (aten.le.Tensor, aten.le.Scalar): op.less_equal,
-    (aten.gt.Tensor, aten.gt.Scalar): op.greater,
-    (aten.ge.Tensor, aten.ge.Scalar): op.greater_equal,
+    **{aten.eq: op.equal, aten.ne: op.not_equal, aten.lt: op.less},
+    **{aten.le: op.less_equal, aten.gt: op.greater, aten.ge: op.greater_equal},
 }
 _BITWISE = {
     aten.bitwise_and: (op.bitwise_and, op.logical_and),
     aten.bitwise_or: (op.bitwise_or, op.logical_or),
     aten.bitwise_xor: (op.bitwise_xor, op.logical_xor),
 }
-_LOGICAL = {
-    aten.logical_and.default: op.logical_and,
-    aten.logical_or.default: op.logical_or,
-    aten.logical_xor.default: op.logical_xor,
-}
 
 
-def _register_unary() -> None:
-    for overload, make in (_UNARY_FLOAT | _UNARY).items():
+def _register_tables() -> None:
+    for overload, make in _UNARY.items():
 
+        @converts(overload)
         def convert(importer, node, x, *, make=make):
             (x,) = importer.operands(node, x)
             if dtype(x) == "bool":  # absolute value and sign of a bool
                 return x
             return importer.emit(make(x))
 
-        converts(overload)(convert)
-    for overload, make in _ROUNDING.items():
+    for overload, make in _alike("floor ceil round trunc").items():
 
+        @converts(overload)
         def rounding(importer, node, x, *, make=make):
             return importer.emit(make(x)) if is_float(x) else x
 
-        converts(overload)(rounding)
+    for packet, make in _COMPARISONS.items():
 
-
-def _register_comparisons() -> None:
-    for overloads, make in _COMPARISONS.items():
-
+        @converts(packet.Tensor, packet.Scalar)
         def compare(importer, node, x, y, *, make=make):
             x, y = importer.compared(node, x, y)
             if dtype(x) == "bool":  # TVM does not order bools
                 x, y = importer.cast(x, "uint8"), importer.cast(y, "uint8")
             return importer.emit(make(x, y))
 
-        converts(*overloads)(compare)
     for packet, (bitwise, logical) in _BITWISE.items():
 
+        @converts(packet.Tensor, packet.Scalar, packet.Scalar_Tensor)
         def combine(importer, node, x, y, *, bitwise=bitwise, logical=logical):
             x, y = importer.operands(node, x, y)
             return importer.emit((logical if dtype(x) == "bool" else bitwise)(x, y))
 
-        converts(packet.Tensor, packet.Scalar, packet.Scalar_Tensor)(combine)
-    for overload, make in _LOGICAL.items():
+    for overload, make in _alike("logical_and logical_or logical_xor").items():
 
+        @converts(overload)
         def logical_op(importer, node, x, y, *, make=make):
             return importer.emit(make(importer.cast(x, "bool"), importer.cast(y, "bool")))
 
-        converts(overload)(logical_op)
 
-
-_register_unary()
-_register_comparisons()
+_register_tables()
 
 
 @converts(aten.logical_not.default)

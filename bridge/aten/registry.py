@@ -109,18 +109,9 @@ def lies_elsewhere(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor | TensorMetadata) and value.device not in (None, current_device())
 
 
-ELEMENT_TYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.bool: "bool",
-}
+_NAMES = "float16 bfloat16 float32 float64 int8 uint8 int16 int32 int64 bool".split()
+ELEMENT_TYPES = {getattr(torch, name): name for name in _NAMES}
+"""torch's element types that Relax computes with → their names there, which are torch's."""
 
 
 def relax_dtype(torch_dtype: torch.dtype) -> str:

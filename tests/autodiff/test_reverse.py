@@ -6,8 +6,10 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.relax import Tuple, TupleGetItem, op
+from tvm.relax.op.grad import no_grad
 
 from autodiff.differentiate import backward_bindings
+from autodiff.gradients.registry import RULES
 from autodiff.ir import Constant, Function, IRModule, Var, bindings, build_function, results, substitute
 from autodiff.products import simplify_transposes
 from autodiff.redundancy import live_bindings
@@ -50,6 +52,18 @@ def _library_and_rules(s, x, w):
     y = s.emit(op.nn.softmax(s.emit(op.multiply(x, s.emit(op.add(w, relax.const(1.0, "float64")))))))
     z = s.emit(op.mean(s.emit(op.nn.gelu(y)), [1], keepdims=True))
     return s.emit(op.sum(s.emit(op.subtract(s.emit(op.divide(y, z)), s.emit(op.maximum(x, w))))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rules_of_tvm():
+    """TVM's pass takes our rules."""
+    for name, rule in RULES.items():
+
+        def partials(var, call, gradient, builder, rule=rule):
+            found = rule(call, var, gradient, lambda value: value if isinstance(value, Var) else builder.emit(value))
+            return [no_grad(arg) if each is None else each for arg, each in zip(call.args, found, strict=True)]
+
+        op.register_gradient(name, partials, level=11)  # TVM's own are of level 10
 
 
 @pytest.mark.parametrize("build", [_linear, _both_transposed, _batched, _fields, _library_and_rules])

@@ -17,13 +17,11 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.tirx import Expr
 
-from autodiff.ir import compute_type
 from autodiff.ops import having
 from bridge.compile.codegen import fastmath, philox
 from bridge.compile.codegen.emit import Emitter, different, element_type
 
-__all__ = ["EXPENSIVE", "MASKS", "RULES", "combine", "compute_type", "different", "fold_lanes", "identity", "maximum"]
-__all__ += ["minimum"]
+__all__ = ["EXPENSIVE", "MASKS", "RULES", "combine", "fold_lanes", "identity", "maximum", "minimum"]
 
 Rule = Callable[..., Expr]
 
@@ -71,110 +69,63 @@ def _sign(e: Emitter, x: Expr) -> Expr:
     return e.select(x > zero, one, zero) - e.select(x < zero, one, zero)
 
 
-def _power(e: Emitter, x: Expr, y: Expr) -> Expr:
-    return e.libm("pow", x, y)
-
-
-def _libm(name: str) -> Rule:
-
-    return lambda e, *args: e.libm(name, *args)
-
-
-def _compare(node: type) -> Rule:
-    return lambda e, a, b: node(a, b)
-
-
 def _bits(boolean: Rule, other: Rule) -> Rule:
     """Selects a rule by type: ``boolean`` for bool, which is one bit inside kernels, ``other`` for numbers."""
     return lambda e, *args: (boolean if element_type(args[0]) == "bool" else other)(e, *args)
 
 
 def _plain(function: Callable[..., Expr]) -> Rule:
+    """The rule of a TIR node that is the same on every target."""
     return lambda e, *args: function(*args)
+
+
+def _called(of: str, name: str) -> Rule:
+    """The rule of a function that an emitter's method calls by name."""
+    return lambda e, *args: getattr(e, of)(name, *args)
 
 
 def _xor(a: Expr, b: Expr) -> Expr:
     return tirx.Or(tirx.And(a, tirx.Not(b)), tirx.And(tirx.Not(a), b))
 
 
-def _add(e: Emitter, a: Expr, b: Expr) -> Expr:
-    return tirx.Or(a, b) if element_type(a) == "bool" else tirx.Add(a, b)
-
-
-def _multiply(e: Emitter, a: Expr, b: Expr) -> Expr:
-    return tirx.And(a, b) if element_type(a) == "bool" else tirx.Mul(a, b)
-
-
-def _is_nan(e: Emitter, x: Expr) -> Expr:
-    x = e.bind(x)
-    return different(x, x)
-
-
-def _mask(width: int) -> Rule:
-    return lambda e, *args: philox.kept(e, width, *args)
-
-
 RULES: dict[str, Rule] = {
-    "add": _add,
-    "subtract": lambda e, a, b: tirx.Sub(a, b),
-    "multiply": _multiply,
+    "add": _bits(_plain(tirx.Or), _plain(tirx.Add)),
+    "subtract": _plain(tirx.Sub),
+    "multiply": _bits(_plain(tirx.And), _plain(tirx.Mul)),
     "divide": lambda e, a, b: tirx.Div(a, b) if "float" in element_type(a) else tirx.truncdiv(a, b),
-    "power": _power,
+    "power": _called("libm", "pow"),
     "maximum": maximum,
     "minimum": minimum,
     "negative": _negative,
     "abs": _abs,
     "sign": _sign,
     "square": lambda e, x: (lambda v: v * v)(e.bind(x)),
-    "exp": fastmath.exp,
-    "log": fastmath.log,
-    "log1p": fastmath.log1p,
-    "expm1": fastmath.expm1,
-    "tanh": fastmath.tanh,
-    "erf": fastmath.erf,
-    "sigmoid": fastmath.sigmoid,
-    "normal_cdf": fastmath.normal_cdf,
-    "gaussian": fastmath.gaussian,
-    "sqrt": lambda e, x: e.math("sqrt", x),
+    **{each.__name__: each for each in (fastmath.exp, fastmath.log, fastmath.log1p, fastmath.expm1, fastmath.tanh)},
+    **{each.__name__: each for each in (fastmath.erf, fastmath.sigmoid, fastmath.normal_cdf, fastmath.gaussian)},
     "rsqrt": lambda e, x: e.const(1, element_type(x)) / e.math("sqrt", x),
-    "floor": lambda e, x: e.math("floor", x),
-    "ceil": lambda e, x: e.math("ceil", x),
-    "trunc": lambda e, x: e.math("trunc", x),
-    "round": lambda e, x: e.math("roundeven", x),
-    "sin": _libm("sin"),
-    "cos": _libm("cos"),
-    "tan": _libm("tan"),
-    "asin": _libm("asin"),
-    "acos": _libm("acos"),
-    "atan": _libm("atan"),
-    "atan2": _libm("atan2"),
-    "sinh": _libm("sinh"),
-    "cosh": _libm("cosh"),
-    "asinh": _libm("asinh"),
-    "acosh": _libm("acosh"),
-    "atanh": _libm("atanh"),
-    "equal": _bits(lambda e, a, b: tirx.Not(_xor(a, b)), _compare(tirx.EQ)),
-    "not_equal": _bits(lambda e, a, b: _xor(a, b), lambda e, a, b: different(a, b)),
-    "less": _compare(tirx.LT),
-    "less_equal": _compare(tirx.LE),
-    "greater": _compare(tirx.GT),
-    "greater_equal": _compare(tirx.GE),
-    "isnan": _is_nan,
+    **{name: _called("math", name) for name in ("sqrt", "floor", "ceil", "trunc")},
+    "round": _called("math", "roundeven"),
+    **{name: _called("libm", name) for name in "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh".split()},
+    "equal": _bits(_plain(lambda a, b: tirx.Not(_xor(a, b))), _plain(tirx.EQ)),
+    "not_equal": _bits(_plain(_xor), _plain(different)),
+    "less": _plain(tirx.LT),
+    "less_equal": _plain(tirx.LE),
+    "greater": _plain(tirx.GT),
+    "greater_equal": _plain(tirx.GE),
+    "isnan": lambda e, x: (lambda v: different(v, v))(e.bind(x)),
     "isinf": lambda e, x: tirx.EQ(_abs(e, x), e.const(float("inf"), element_type(x))),
     "isfinite": lambda e, x: _abs(e, x) < e.const(float("inf"), element_type(x)),
-    "logical_and": lambda e, a, b: tirx.And(a, b),
-    "logical_or": lambda e, a, b: tirx.Or(a, b),
-    "logical_xor": lambda e, a, b: _xor(a, b),
-    "logical_not": lambda e, a: tirx.Not(a),
+    "logical_and": _plain(tirx.And),
+    "logical_or": _plain(tirx.Or),
+    "logical_xor": _plain(_xor),
+    "logical_not": _plain(tirx.Not),
     "bitwise_and": _bits(_plain(tirx.And), _plain(tirx.bitwise_and)),
     "bitwise_or": _bits(_plain(tirx.Or), _plain(tirx.bitwise_or)),
     "bitwise_xor": _bits(_plain(_xor), _plain(tirx.bitwise_xor)),
     "bitwise_not": _bits(_plain(tirx.Not), _plain(tirx.bitwise_not)),
     "where": lambda e, c, a, b: e.select(c, a, b),
-    "copy": lambda e, x: x,
-    "pad": lambda e, x: x,
-    "concat": lambda e, x: x,  # the section's operand
-    **{name: _mask(width) for name, width in MASKS.items()},
+    **{name: _plain(lambda x: x) for name in ("copy", "pad", "concat")},  # of a section's operand
+    **{name: lambda e, *args, width=width: philox.kept(e, width, *args) for name, width in MASKS.items()},
 }
 
 

@@ -12,8 +12,7 @@ from tvm.ir import PointerType, PrimType
 from tvm.tirx import Bind, Buffer, BufferLoad, DeclBuffer, Expr, For, ForKind, PrimFunc, SeqStmt, Stmt, Var
 
 from autodiff.ir import compute_type, itemsize
-from bridge.compile.codegen.emit import Emitter
-from bridge.compile.codegen.pointwise import different
+from bridge.compile.codegen.emit import Emitter, different
 from bridge.compile.loop_ir.operations import Argument, Number, Term
 
 __all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "LaunchArguments", "LoopScope", "const"]

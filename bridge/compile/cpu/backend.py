@@ -54,36 +54,15 @@ ORDER = ReductionOrder(
 )
 
 LIMITS = Limits.of(
-    nodes=80,
-    buffers=48,
-    terms=16,
-    sections=16,
     summed_sections=16,
-    serial_elements=32_768,
-    shared_elements=4096,
-    loops=8,
-    flat_row=4096,
-    short_row=256,
-    cheap_operations=4,
     cheap_in_known_rows=4,
-    cheap_shared=0,
     parallel_work=250_000,  # ten microseconds in vectors, where a launch costs two or three
     parallel_steps=100_000,  # a step's threads are still awake
     parallel_columns=150_000,
     parallel_second_stage=32_768,
     parallel_legalized=16_384,
-    transcendental_work=12,
     tasks=64,
     column_vectors=4,
-    joined_sections=8,
-    joined_rows=8,
-    section_operators=4,
-    section_elements=0,
-    free_reads=4,
-    access_bytes=0,
-    single_elements=0,
-    together=1,
-    small_casts=0,
 )
 
 

@@ -34,20 +34,9 @@ from autodiff.scan import Scan
 from bridge.compile.loop_ir.operations import ProductPlan
 from bridge.compile.loop_ir.views import View, dense, is_dense, permute
 
-__all__ = [
-    "Concat",
-    "Dense",
-    "Fallback",
-    "Graph",
-    "Join",
-    "LayoutAgnostic",
-    "LibraryCall",
-    "LoopCall",
-    "MatMul",
-    "Node",
-]
-__all__ += ["OneOperand", "OneOut", "Operand", "Pad", "Pointwise", "Positions", "Product", "Reduction", "Result"]
-__all__ += ["Scalar", "Shaped", "Value", "eliminate_dead_code", "is_turned", "readers_of", "whole"]
+__all__ = ["Concat", "Dense", "Fallback", "Graph", "Join", "LayoutAgnostic", "LibraryCall", "LoopCall", "MatMul"]
+__all__ += ["Node", "OneOperand", "OneOut", "Operand", "Pad", "Pointwise", "Positions", "Product", "Reduction"]
+__all__ += ["Result", "Scalar", "Shaped", "Value", "eliminate_dead_code", "is_turned", "readers_of", "whole"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,7 @@
-"""Limits: a backend's thresholds of profitability. None changes a bit of any value."""
+"""Limits: a backend's thresholds of profitability. None changes a bit of any value.
+
+A default is every backend's number, or turns the limit off (0 or 1) for a backend that does not set it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from bridge.compile.schedule.order import ReductionOrder
 __all__ = ["Limits", "Rules"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KernelLimits:
     """Bounds on the contents of one kernel.
 
@@ -28,17 +31,17 @@ class KernelLimits:
         together: maximum number of horizontally fused groups; 1: no horizontal fusion.
     """
 
-    nodes: int
-    buffers: int
-    terms: int
-    sections: int
+    nodes: int = 80
+    buffers: int = 48
+    terms: int = 16
+    sections: int = 16
     summed_sections: int
-    loops: int
-    shared_elements: int
-    together: int
+    loops: int = 8
+    shared_elements: int = 4096
+    together: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowLimits:
     """How a kernel iterates over its space.
 
@@ -52,15 +55,15 @@ class RowLimits:
         single_elements: of a kernel without reductions, up to which each thread has one; 0: always vectors.
     """
 
-    flat_row: int
-    short_row: int
+    flat_row: int = 4096
+    short_row: int = 256
     tasks: int
     column_vectors: int
-    access_bytes: int
-    single_elements: int
+    access_bytes: int = 0
+    single_elements: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ThreadLimits:
     """Amounts of work from which on threads pay.
 
@@ -74,16 +77,16 @@ class ThreadLimits:
         transcendental_work: scalar operations that a transcendental function counts for.
     """
 
-    serial_elements: int
-    parallel_work: int
-    parallel_steps: int
-    parallel_columns: int
-    parallel_second_stage: int
-    parallel_legalized: int
-    transcendental_work: int
+    serial_elements: int = 32_768
+    parallel_work: int = 1
+    parallel_steps: int = 1
+    parallel_columns: int = 1
+    parallel_second_stage: int = 1
+    parallel_legalized: int = 1
+    transcendental_work: int = 12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecomputeLimits:
     """Thresholds of rematerialization: values computed again instead of being kept.
 
@@ -95,14 +98,14 @@ class RecomputeLimits:
         small_casts: consumers larger than a tensor by this factor cast it, or count a range, themselves; 0: none.
     """
 
-    cheap_operations: int
+    cheap_operations: int = 4
     cheap_in_known_rows: int
-    cheap_shared: int
-    free_reads: int
-    small_casts: int
+    cheap_shared: int = 0
+    free_reads: int = 4
+    small_casts: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConcatLimits:
     """Thresholds for concatenations.
 
@@ -113,10 +116,10 @@ class ConcatLimits:
         section_elements: maximum of a concatenation whose point-wise producers are all recomputed.
     """
 
-    joined_sections: int
-    joined_rows: int
-    section_operators: int
-    section_elements: int
+    joined_sections: int = 8
+    joined_rows: int = 8
+    section_operators: int = 4
+    section_elements: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """``lowered.check()`` finds planted errors at their stage and operator, and accepts rounding."""
 
 import contextlib
-import itertools
 import os
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from bridge.verify.repro import replay
 from tests.bridge.models import NoGradBlock, bert_layer
 from tests.device import DEVICE
 
-LEVELS = itertools.count(20)  # TVM takes a rule only at a level above the last one's
 ROOT = Path(__file__).parents[3]
 
 
@@ -55,11 +53,11 @@ def gradient_rule(name, change):
         first, *rest = right(call, y, grad, emit)
         return [change(call, first), *rest]
 
-    relax.op.register_gradient(name, registry._adapt(planted), level=next(LEVELS))
+    registry.RULES[name] = planted
     try:
         yield
     finally:
-        relax.op.register_gradient(name, registry._adapt(right), level=next(LEVELS))
+        registry.RULES[name] = right
 
 
 def times(factor):
