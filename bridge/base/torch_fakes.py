@@ -19,6 +19,7 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.errors import is_user_file
+from bridge.base.modes import while_active
 from bridge.base.quirks import quirk
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, HigherOrderOperator, aten, find, neg_view, pytree
@@ -38,20 +39,32 @@ class _FakeMode(FakeTensorMode):
 
     Higher-order operators, as a Triton kernel in an operator's fake form, follow torch's rules for fake tensors, which
     torch looks up by the mode's exact class.
+
+    Attributes:
+        through: if set, runs each operator on tensors of the mode, as ``through(func, args, kwargs)``.
     """
 
     supports_higher_order_operators = True
+    through: Callable[..., Any] | None = None
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.through is not None:
+            foreign = any(kind is not FakeTensor and kind is not torch.Tensor for kind in types)
+            return NotImplemented if foreign else self.through(func, args, kwargs or {})
         if isinstance(func, HigherOrderOperator) and func not in _FAKE_FORMS:
             return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
         if func in _BAGS:
             return _bags(functools.partial(super().__torch_dispatch__, func, types), args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def alone(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function whose operators do not pass :attr:`through`."""
+        with while_active(self, through=None), self:
+            return call(*args, **kwargs)
 
 
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)

@@ -12,7 +12,7 @@ import torch
 from bridge.base.devices import TYPES, current_device
 from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel, no_torch_function, schema
 
-__all__ = ["BelowFunctionalMode", "DispatchMode", "FunctionalTensorMode", "PreDispatchMode", "below_autograd"]
+__all__ = ["DispatchMode", "FunctionalTensorMode", "PreDispatchMode", "below_autograd"]
 __all__ += ["called_below", "composite_kernel", "functional_of", "has_casts", "has_wrapper", "in_functional"]
 __all__ += ["is_below_autocast", "is_only_mapped", "is_written", "no_python_kernels", "own_operator", "unrecorded"]
 
@@ -44,35 +44,20 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
-class _ProxyMode(DispatchMode, _Proxy):
-    """A dispatch mode at the proxy key, where torch accepts only subclasses of its own mode."""
+class PreDispatchMode(DispatchMode, _Proxy):
+    """A dispatch mode that sees operators as they are called: composite ones whole, before autocast and autograd.
 
-    def __init__(self, key: Any = None) -> None:
-        TorchDispatchMode.__init__(self, key)
-        self._mode_key, self.pre_dispatch = _PROXY, key is not None
+    Requires an active Python dispatcher (:data:`bridge.base.torch_internals.python_kernels`). It is at torch's key of
+    proxies, which accepts only subclasses of torch's own mode.
+    """
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self, _PRE_DISPATCH)
+        self._mode_key, self.pre_dispatch = _PROXY, True
         self.enter_stack: list[Any] = []
 
     def __sym_dispatch__(self, func: Any, types: Any, args: tuple, kwargs: dict[str, Any] | None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-class PreDispatchMode(_ProxyMode):
-    """A dispatch mode that sees operators as they are called: composite ones whole, before autocast and autograd.
-
-    Requires an active Python dispatcher (:data:`bridge.base.torch_internals.python_kernels`).
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_PRE_DISPATCH)
-
-
-class BelowFunctionalMode(_ProxyMode):
-    """A dispatch mode that sees the functional operators that functionalization emits, on fake tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tracer = self
-        self.tensor_tracker: dict[Any, Any] = {}
 
 
 FunctionalTensorMode: type = find("torch._subclasses.functional_tensor.FunctionalTensorMode")

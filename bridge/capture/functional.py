@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from operator import getitem
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import fx
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
+from bridge.base.modes import while_active
 from bridge.base.pytrees import tensor_leaves
 from bridge.base.torch_internals import (
     FakeTensor,
@@ -35,7 +35,6 @@ from bridge.base.torch_internals import (
     storage_id,
 )
 from bridge.base.torch_recording import (
-    BelowFunctionalMode,
     DispatchMode,
     FunctionalTensorMode,
     below_autograd,
@@ -83,12 +82,13 @@ def functional_graph(training: TrainingGraph) -> FunctionalGraph:
     Raises:
         UnsupportedModule: an operator differs on fake tensors from eager, or cannot run on them.
     """
-    emitter = _Emitter(symbolic=training.mode.shape_env is not None)
+    emitter = _Emitter(training.mode)
     values: dict[fx.Node, Any] = {}
     memory = {each for node in training.graph.nodes for target in written(node) for each in memory_at(target)}
     inputs: dict[str, Any] = {}
     results: list[Any] = []
-    with torch.no_grad(), below_autograd(), training.mode, emitter, _Functional(emitter.symbolic):
+    emits = while_active(training.mode, through=emitter.called)
+    with torch.no_grad(), below_autograd(), training.mode, emits, _Functional(emitter.symbolic):
         for node in training.graph.nodes:
             emitter.current = node
             if node.op == "placeholder":
@@ -260,12 +260,15 @@ def _is_whole(func: Any) -> bool:
     return implements_composite(func) and has_own_kernel(func, current_device())
 
 
-class _Emitter(BelowFunctionalMode):
-    """Emits functional operators as nodes; an operator with a decomposition emits the operators that it calls."""
+class _Emitter:
+    """Emits functional operators as nodes; an operator with a decomposition emits the operators that it calls.
 
-    def __init__(self, *, symbolic: bool) -> None:
-        super().__init__()
-        self.symbolic = symbolic
+    Args:
+        mode: of the fake tensors, whose operators pass :meth:`called`.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        self.mode, self.symbolic = mode, mode.shape_env is not None
         self.graph = fx.Graph()
         self.sizes = SizeNodes(self.graph)
         self.current: fx.Node | None = None
@@ -282,30 +285,25 @@ class _Emitter(BelowFunctionalMode):
 
     def noted(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
         self._nodes[id(tensor)] = tensor, node
-        self.tensor_tracker[tensor] = SimpleNamespace(proxy=SimpleNamespace(node=node))
         return tensor
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if any(issubclass(kind, FunctionalTensor) for kind in types):
-            return NotImplemented
+    def called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs an operator on fake tensors → its result."""
         if func.namespace == "prim" or func.name().startswith("aten::sym_"):
-            return func(*args, **kwargs)
-        formula = None if _is_whole(func) else formulas().get(func)
+            return self.mode.alone(func, *args, **kwargs)
+        is_whole = _is_whole(func)
+        formula = None if is_whole else formulas().get(func)
+        if formula is None and not is_whole and implements_composite(func):
+            formula = partial(composite_kernel, func)
         if formula is not None:
-            with self:
+            with self.mode:
                 made = formula(*args, **kwargs)
             if made is not NotImplemented:
                 return made
-        elif implements_composite(func) and not _is_whole(func):
-            with self:
-                made = composite_kernel(func, *args, **kwargs)
-            if made is not NotImplemented:
-                return made
-        result = SHAPES[func](*args, **kwargs) if func in SHAPES else NotImplemented
+        result = self.mode.alone(SHAPES[func], *args, **kwargs) if func in SHAPES else NotImplemented
         if result is NotImplemented:
             with python_kernels() if self.symbolic else nullcontext():  # some in C++ take symbolic sizes for numbers
-                result = func(*args, **kwargs)
+                result = self.mode.alone(func, *args, **kwargs)
         given_args, given_kwargs = pytree.tree_map_only((torch.Tensor, *SYMBOLIC), self._operand, (args, kwargs))
         node = self.emitted(func, given_args, given_kwargs, result)
         if isinstance(result, torch.Tensor):
