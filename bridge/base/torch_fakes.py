@@ -22,7 +22,16 @@ from bridge.base.errors import is_user_file
 from bridge.base.modes import while_active
 from bridge.base.quirks import quirk
 from bridge.base.torch_autograd import no_torch_dispatch
-from bridge.base.torch_internals import FakeTensor, FakeTensorMode, HigherOrderOperator, aten, find, neg_view, pytree
+from bridge.base.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    FunctionalTensor,
+    HigherOrderOperator,
+    aten,
+    find,
+    neg_view,
+    pytree,
+)
 
 __all__ = ["attributes_set_on", "clear_fake_memo", "fake_mode", "fake_of", "fake_state", "fake_type_hidden"]
 __all__ += ["meta_tensor", "new_fake", "outside_graph", "stand_in"]
@@ -53,8 +62,8 @@ class _FakeMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.through is not None:
-            foreign = any(kind is not FakeTensor and kind is not torch.Tensor for kind in types)
-            return NotImplemented if foreign else self.through(func, args, kwargs or {})
+            is_above = any(issubclass(kind, FunctionalTensor) for kind in types)
+            return NotImplemented if is_above else self.through(func, args, kwargs or {})
         if isinstance(func, HigherOrderOperator) and func not in _FAKE_FORMS:
             return func.python_key_table[FakeTensorMode](self, *args, **(kwargs or {}))
         if func in _BAGS:
