@@ -29,7 +29,6 @@ __all__ = [
     "CheckpointedReads",
     "Derivatives",
     "SavedMemory",
-    "SavedTensorsNeededError",
 ]
 __all__ += ["draws_anew", "leads_out", "saved_here", "saved_unseen", "use_of_autograd", "written_and_read"]
 
@@ -158,16 +157,12 @@ class AnotherRunError(Exception):
     Attributes:
         followed: places among the argument tensors on which forward turns ``requires_grad`` on before it reads them:
             they require grad from the start.
-        differentiates: whether forward runs a backward, for which autograd saves tensors, and composite operators are
-            opened.
+        how: arguments of :func:`bridge.capture.real_run.real_run_of`: ``differentiates`` if forward runs a backward,
+            ``saves`` if autograd needs a saved tensor, ``writing`` with a Function that writes its arguments.
     """
 
-    def __init__(self, followed: Iterable[int], differentiates: bool):
-        self.followed, self.differentiates = frozenset(followed), differentiates
-
-
-class SavedTensorsNeededError(RuntimeError):
-    """Autograd needs a saved tensor in a run without saved tensors: forward runs a backward."""
+    def __init__(self, followed: Iterable[int] = (), **how: Any):
+        self.followed, self.how = frozenset(followed), how
 
 
 def saved_unseen() -> AbstractContextManager:
@@ -203,7 +198,7 @@ class SavedMemory:
 
     def _unpack(self, saved: None) -> torch.Tensor:
         self.is_needed, self.in_backward = True, current_graph_task_id() != -1
-        raise SavedTensorsNeededError
+        raise AnotherRunError(saves=True)
 
     def _note(self, tensor: torch.Tensor) -> None:
         memory = memory_of(tensor)

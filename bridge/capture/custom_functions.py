@@ -37,7 +37,7 @@ from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_thr
 from bridge.base.torch_higher_order import INDEX
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
 from bridge.base.torch_recording import own_operator
-from bridge.capture.autograd_uses import SavedTensorsNeededError
+from bridge.capture.autograd_uses import AnotherRunError
 from bridge.capture.opaque_functions import NotedContext, NotTraceable, Opaque, is_opaque, opaque
 from bridge.capture.rows import values_in, written
 from bridge.guards import read_later
@@ -49,7 +49,6 @@ __all__ += [
     "Inside",
     "Overwritten",
     "Use",
-    "WritesArgumentsError",
     "backward_running",
     "function_running",
     "functions_of_torchs",
@@ -106,14 +105,6 @@ class Use:
     again: str = "again"
 
 
-class WritesArgumentsError(Exception):
-    """A Function has written arguments that autograd tracks; ``written``: its class → (positions of the written
-    arguments that it returns, positions of the others)."""
-
-    def __init__(self, kind: type, returned: frozenset[int], others: frozenset[int]):
-        self.written = {name_of(kind): (returned, others)}
-
-
 class Overwritten(torch.autograd.Function):
     """A tensor with new numbers that were written unseen by autograd; its gradient stays the old tensor's."""
 
@@ -132,7 +123,8 @@ class CustomFunctions:
     Args:
         module_name: the module's name for refusals.
         recorder: of the run, whose rows show the reads and writes of forward and backward.
-        writing: classes of Functions that write their arguments, as in :class:`WritesArgumentsError`.
+        writing: classes of Functions that write arguments that autograd tracks → (positions of the written arguments
+            that they return, positions of the others).
         known: in a run on fake tensors, the keys of the opaque applications of the real run.
 
     Attributes:
@@ -218,7 +210,8 @@ class CustomFunctions:
                 raise NotTraceable("changes its arguments in place")
             if changed:
                 same = {place for place in changed if any(each is args[place] for each in tensors_in(made))}
-                raise WritesArgumentsError(kind, frozenset(same) | returned, frozenset(changed - same) | others)
+                places = frozenset(same) | returned, frozenset(changed - same) | others
+                raise AnotherRunError(writing={name_of(kind): places})
             outputs = list({id(each): each for each in tensors_in(made)}.values())
             nodes = {each.grad_fn for each in outputs if isinstance(each.grad_fn, FunctionNode)}
             if not nodes:
@@ -307,7 +300,7 @@ def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], count: int) -
     """Runs backward → its gradient, or ``None``, for each of ``count`` arguments."""
     try:
         found = node.apply(*upstream)
-    except (UnsupportedModule, SavedTensorsNeededError):  # the latter starts another run, with saved tensors
+    except (UnsupportedModule, AnotherRunError):
         raise
     except Exception as error:  # backward runs the user's code, which may raise any error on fake tensors
         swallowed(error)

@@ -17,7 +17,7 @@ from bridge.base.modes import modes_put_back
 from bridge.base.pytrees import containers_of, is_plain, objects_of, packed, packed_arguments, tensor_leaves, unpacked
 from bridge.base.torch_distributed import is_distributed, local_tensor
 from bridge.base.torch_internals import python_kernels, pytree, storage_id
-from bridge.capture.autograd_uses import AnotherRunError, SavedMemory, SavedTensorsNeededError, leads_out
+from bridge.capture.autograd_uses import AnotherRunError, SavedMemory, leads_out
 from bridge.capture.custom_functions import CustomFunctions
 from bridge.capture.distributed import distributed_of
 from bridge.capture.draws import DrawRecorder, IsolatedRNG
@@ -207,8 +207,7 @@ def real_run_of(
         writing: see :class:`bridge.capture.custom_functions.CustomFunctions`.
 
     Raises:
-        SavedTensorsNeededError: autograd needed saved tensors, and ``saves`` is false.
-        AnotherRunError: forward runs a backward, or turns ``requires_grad`` of arguments on.
+        AnotherRunError: another run has to begin otherwise.
     """
     given = Given(call, origin)
     prepared = PreparedTwin(call.module, lambda each: each if is_distributed(each) else given.own(each), watched=True)
@@ -229,7 +228,7 @@ def real_run_of(
         result, left = (result, left), kept.constants(left)
     watch.cached.check()
     if watch.saved.is_needed:
-        raise SavedTensorsNeededError
+        raise AnotherRunError(saves=True)
     watch.judge(call.name)
     recorder, integers = watch.recorder, [*watch.calls.integers.values()]
     run = RealRun(
@@ -333,7 +332,8 @@ class _Watch:
         differentiates = (
             self.draws.differentiates or self.saved.in_backward
         ) and not self.recorder.record.differentiates
-        return AnotherRunError(followed, differentiates) if followed or differentiates else None
+        how = {"differentiates": True} if differentiates else {}
+        return AnotherRunError(followed, **how) if followed or how else None
 
     def judge(self, module_name: str) -> None:
         """Notes changes by the run to its inputs and to modes, and which inputs autograd saves."""

@@ -38,7 +38,7 @@ from bridge.base.errors import (
 from bridge.base.log import channel
 from bridge.base.modes import while_active
 from bridge.capture.autograd_uses import AnotherRunError
-from bridge.capture.custom_functions import Chosen, WritesArgumentsError
+from bridge.capture.custom_functions import Chosen
 from bridge.capture.fake_run import FakeRecord, differences, fake_run_of, same_numbers
 from bridge.capture.inplace_rules import FOREIGN_DRAW, OTHER_NAME
 from bridge.capture.kept_state import KeptState, kept_state
@@ -200,10 +200,9 @@ def _in_eager(call: SampleCall, **how: Any) -> RealRun:
     except PackedUseError as error:
         raise UnsupportedModule(call.name, [explain_error(error)], cause=error) from None
     except AnotherRunError as error:
-        found = {**how, "differentiates": error.differentiates or how.get("differentiates", False)}
-        return _in_eager(replace(call, followed=call.followed | error.followed), **found)
-    except WritesArgumentsError as error:
-        return _in_eager(call, **{**how, "writing": {**how.get("writing", {}), **error.written}})
+        writing = {**how.get("writing", {}), **error.how.get("writing", {})}
+        again = replace(call, followed=call.followed | error.followed)
+        return _in_eager(again, **{**how, **error.how, "writing": writing})
     except Exception as error:  # noqa: BLE001 - the user's code may raise any error
         swallowed(error)
         if "saves" not in how:  # the run may have failed because autograd saved no tensors

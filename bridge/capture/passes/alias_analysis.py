@@ -221,8 +221,6 @@ def write_through_views(graph: fx.Graph) -> list[Unsupported]:
             what = "windows that overlap or leave a rest" if is_window else "a tensor that is expanded"
             hint = "write to the tensor itself"
             problems.append(refused_at(write, f"writes in place through a view of {what}", hint))
-            if is_window:  # a copy can be written: decomposition fails at windows that overlap, with less to say
-                _follow(graph, view, [(aten.clone.default, ())])
             continue
         _replace(graph, view, steps)
     return problems
@@ -282,19 +280,9 @@ def _windows(shape: tuple[int, ...], dim: int, size: int, step: int) -> Steps | 
 
 
 def _replace(graph: fx.Graph, view: fx.Node, steps: Steps) -> None:
-    made = _apply(graph, view, view.args[0], steps)
-    view.replace_all_uses_with(made)
-    graph.erase_node(view)
-
-
-def _follow(graph: fx.Graph, view: fx.Node, steps: Steps) -> None:
-    made = _apply(graph, view.next, view, steps)
-    view.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
-
-
-def _apply(graph: fx.Graph, before: fx.Node, value: fx.Node, steps: Steps) -> fx.Node:
-    """Applies the operators of ``steps`` to ``value``, in front of the node ``before``."""
-    with graph.inserting_before(before):
+    """Applies the operators of ``steps`` to a view's base, in place of the view."""
+    value = view.args[0]
+    with graph.inserting_before(view):
         for op, args in steps:
             made = graph.call_function(op, (value, *args))
             given: torch.Tensor = value.meta["val"]
@@ -302,4 +290,5 @@ def _apply(graph: fx.Graph, before: fx.Node, value: fx.Node, steps: Steps) -> fx
                 made.meta["val"] = op(given, *args)
             made.meta.update(told(value))
             value = made
-    return value
+    view.replace_all_uses_with(value)
+    graph.erase_node(view)
