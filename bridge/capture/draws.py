@@ -227,7 +227,7 @@ class DrawRecorder:
         self.draws = draws
         self.complain = complain
         self.underived: Callable[[str], None] = lambda op: None
-        self.differentiates = self.in_backward = False
+        self.differentiates = False
 
     def called(self, mode: IsolatedRNG, call: Callable, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs an operator → its result. Where draws are isolated, operators that are not torch's are watched, because
