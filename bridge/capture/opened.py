@@ -39,8 +39,9 @@ def opening(
     """Whether an operator with these operands is opened: ``True``, ``False`` for one that is opened if autocast casts
     inside or, where forward ``differentiates``, if it makes other tensors than its results (a formula may read them),
     or ``None`` if the operator itself is recorded."""
-    if torch.is_autocast_enabled(current_device().type) and not is_below_autocast():
-        if any(each.is_floating_point() for each in tensors):
+    kind = current_device().type
+    if torch.is_autocast_enabled(kind) and not is_below_autocast():
+        if any(each.is_floating_point() and each.device.type == kind for each in tensors):  # autocast skips the others
             if has_casts(func):
                 return True
             is_composed = implements_composite(func) and not has_own_kernel(func, current_device())

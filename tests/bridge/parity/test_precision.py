@@ -358,6 +358,33 @@ def test_fifty_steps_under_autocast():
     torch.testing.assert_close(curves[0], curves[1], rtol=0.05, atol=0.02)
 
 
+class OnAnotherDevice(nn.Module):
+    """Sizes or a table of positions, computed on another device than the module's: autocast casts no operand there."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.linear, self.device = nn.Linear(4, 4), device
+
+    def forward(self, x):
+        table = (torch.ones(4, 4, device=self.device) @ torch.ones(4, 4, device=self.device)) ** 2
+        seen = table.to(x.device) if table.device.type == "cpu" else table.prod(-1).shape[0]
+        return self.linear(x) * seen
+
+
+@pytest.mark.parametrize("device", ["meta", *(["cpu"] if DEVICE.type != "cpu" else [])])
+def test_operators_on_another_device_under_autocast(device):
+    """torch's kernel that casts is never called for them: called by its name, it ended in an internal assertion."""
+    eager, x = OnAnotherDevice(device).to(DEVICE), torch.randn(3, 4, device=DEVICE)
+    dispatched = copy.deepcopy(eager)
+    with autocast():
+        add_tvm_dispatch(dispatched, x)
+    found, wanted = step(dispatched, x, autocast()), step(eager, x, autocast())
+    assert stats(dispatched).hits == 1
+    for name, value in wanted.items():
+        assert value.dtype == found[name].dtype
+        torch.testing.assert_close(found[name], value, rtol=2e-2, atol=2e-2)
+
+
 class Mixed(nn.Module):
     """A float32 and a bfloat16 operand meet in one product: only autocast makes that legal."""
 
