@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -284,6 +287,18 @@ def _in_memory(size, stride, offset):
     return places
 
 
+def _of_axis(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for values and their positions along an axis: those of a 0-d tensor are itself, at position 0."""
+
+    @functools.wraps(convert)
+    def converted(importer, node, x, *args, **kwargs):
+        if not shape(x):
+            return x, importer.filled(node.meta["val"][1], 0)
+        return convert(importer, node, x, *args, **kwargs)
+
+    return converted
+
+
 def _require_device(node):
     """Refuses a host operator in a GPU's call: the two kernels may order equal numbers differently."""
     if lies_elsewhere(node.args[0]):
@@ -296,63 +311,51 @@ def _pair(importer, node, name, args):
     return importer.item(pair, 0), importer.item(pair, 1)
 
 
-def _of_scalar(importer, node, x):
-    """The values and positions of a 0-d tensor: the tensor itself, at position 0."""
-    return x, importer.filled(node.meta["val"][1], 0)
+def _reduced(importer, node, name, x, dim, args, keepdim):
+    """A pair that the library returns with the axis kept, of extent 1."""
+    forms = node.meta["val"]
+    pair = importer.library(name, [x, dim, *args], [each if keepdim else each.unsqueeze(dim) for each in forms])
+    return tuple(importer.reshape(importer.item(pair, index), form.shape) for index, form in enumerate(forms))
 
 
 @converts(aten.sort.default)
 def sort(importer, node, x, dim=-1, descending=False):
-    if not shape(x):
-        return _of_scalar(importer, node, x)
-    _require_device(node)
-    return _pair(importer, node, "sort", [x, dim % len(shape(x)), bool(descending), False])
+    return sort_stable(importer, node, x, dim=dim, descending=descending)
 
 
 @converts(aten.sort.stable)
+@_of_axis
 def sort_stable(importer, node, x, *, stable=False, dim=-1, descending=False):
-    if not shape(x):
-        return _of_scalar(importer, node, x)
     if not stable:
         _require_device(node)
     return _pair(importer, node, "sort", [x, dim % len(shape(x)), bool(descending), bool(stable)])
 
 
 @converts(aten.topk.default)
+@_of_axis
 def topk(importer, node, x, k, dim=-1, largest=True, sorted=True):
-    if not shape(x):
-        return _of_scalar(importer, node, x)
     numbers_only("top-k", k)
     _require_device(node)
     return _pair(importer, node, "topk", [x, dim % len(shape(x)), k, bool(largest), bool(sorted)])
 
 
 @converts(aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode.default)
+@_of_axis
 def along(importer, node, x, dim=-1, keepdim=False):
-    if not shape(x):
-        return _of_scalar(importer, node, x)
     _require_device(node)
     name = schema(node.target).name.removeprefix("aten::") + "_dim"
-    dim %= len(shape(x))
-    kept = [fake if keepdim else fake.unsqueeze(dim) for fake in node.meta["val"]]
-    pair = importer.library(name, [x, dim], kept)
-    return tuple(importer.reshape(importer.item(pair, i), fake.shape) for i, fake in enumerate(node.meta["val"]))
+    return _reduced(importer, node, name, x, dim % len(shape(x)), [], keepdim)
 
 
 @converts(aten.kthvalue.default)
+@_of_axis
 def kthvalue(importer, node, x, k, dim=-1, keepdim=False):
-    if not shape(x):
-        return _of_scalar(importer, node, x)
-    dim %= len(shape(x))
     numbers_only("the k-th value", k)
     _require_device(node)
-    kept = [fake if keepdim else fake.unsqueeze(dim) for fake in node.meta["val"]]
-    pair = importer.library("kthvalue", [x, dim, k], kept)
-    return tuple(importer.reshape(importer.item(pair, i), fake.shape) for i, fake in enumerate(node.meta["val"]))
+    return _reduced(importer, node, "kthvalue", x, dim % len(shape(x)), [k], keepdim)
 
 
 @converts(aten.cummax.default, aten.cummin.default)
+@_of_axis
 def cummax(importer, node, x, dim):
-    if not shape(x):
-        return _of_scalar(importer, node, x)
     return _pair(importer, node, schema(node.target).name.removeprefix("aten::"), [x, dim % len(shape(x))])

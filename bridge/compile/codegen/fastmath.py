@@ -23,7 +23,9 @@ expm1       1.5    ``expm1(-inf) == -1``; overflow to inf; keeps the sign of zer
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 from tvm import tirx
 from tvm.tirx import Expr
@@ -51,11 +53,19 @@ _TAIL += [0.18571691848232869, -0.1529883329913788, 0.036699198515723695]
 _ROUNDER = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which then sits in the low bits
 
 
+def _or_library(polynomial: Callable[[Emitter, Expr], Expr]) -> Callable[[Emitter, Expr], Expr]:
+    """Decorator: the library's function of that name for types and targets whose library is faster."""
+
+    @functools.wraps(polynomial)
+    def rule(e: Emitter, x: Expr) -> Expr:
+        return e.libm(polynomial.__name__, x) if e.has_library(element_type(x)) else polynomial(e, e.bind(x))
+
+    return rule
+
+
+@_or_library
 def exp(e: Emitter, x: Expr) -> Expr:
     """``exp(x) = 2**n * exp(r)``, ``n = round(x / ln 2)``, ``|r| <= ln(2) / 2``."""
-    if e.has_library(element_type(x)):
-        return e.libm("exp", x)
-    x = e.bind(x)
     # Outside of this range the result is inf or rounds to zero; comparisons with nan are false, so nan passes through.
     x = e.bind(e.select(x > e.const(89.0, "float32"), e.const(89.0, "float32"), x))
     x = e.bind(e.select(x < e.const(-104.0, "float32"), e.const(-104.0, "float32"), x))
@@ -83,11 +93,9 @@ def _reduced(e: Emitter, x: Expr) -> tuple[Expr, Expr]:
     return p, e.bind(e.reinterpret(shifted, "int32") - e.const(0x4B400000, "int32"))
 
 
+@_or_library
 def expm1(e: Emitter, x: Expr) -> Expr:
     """``2**n * (exp(r) - 1) + (2**n - 1)``, halved until the end because ``2**128`` is no number."""
-    if e.has_library(element_type(x)):
-        return e.libm("expm1", x)
-    x = e.bind(x)
     clamped = e.bind(e.select(x > e.const(89.0, "float32"), e.const(89.0, "float32"), x))
     # expm1(-20) rounds to -1
     clamped = e.bind(e.select(clamped < e.const(-20.0, "float32"), e.const(-20.0, "float32"), clamped))
@@ -103,11 +111,9 @@ def _power_of_two(e: Emitter, n: Expr) -> Expr:
     return e.bind(e.reinterpret(bits, "float32"))
 
 
+@_or_library
 def log(e: Emitter, x: Expr) -> Expr:
     """``log(m * 2**n) = n ln 2 + log1p(m - 1)``, ``m`` between ``sqrt(1/2)`` and ``sqrt(2)``."""
-    if e.has_library(element_type(x)):
-        return e.libm("log", x)
-    x = e.bind(x)
     tiny = e.bind(x < e.const(1.1754943508222875e-38, "float32"))
     scaled = e.bind(e.select(tiny, x * e.const(2.0**23, "float32"), x))
     bits = e.bind(e.reinterpret(scaled, "int32"))
@@ -140,11 +146,9 @@ def _magnitude(e: Emitter, x: Expr) -> Expr:
     return e.bind(e.reinterpret(bits, "float32"))
 
 
+@_or_library
 def tanh(e: Emitter, x: Expr) -> Expr:
     """An odd polynomial below 0.625, ``1 - 2 / (exp(2|x|) + 1)`` above."""
-    if e.has_library(element_type(x)):
-        return e.libm("tanh", x)
-    x = e.bind(x)
     z = e.bind(x * x)
     small = e.fma(e.bind(e.polynomial(z, _TANH) * z), x, x)
     magnitude = _magnitude(e, x)
@@ -156,11 +160,9 @@ def tanh(e: Emitter, x: Expr) -> Expr:
     return e.bind(_sign_of(e, result, x))  # of zero too
 
 
+@_or_library
 def erf(e: Emitter, x: Expr) -> Expr:
     """An odd polynomial below 1, ``1 - exp(-|x| q(|x|))`` above."""
-    if e.has_library(element_type(x)):
-        return e.libm("erf", x)
-    x = e.bind(x)
     small = e.fma(e.polynomial(e.bind(x * x), _ERF_SMALL), x, x)
     magnitude = _magnitude(e, x)
     four = e.const(4.0, "float32")  # erf(4) rounds to 1
@@ -203,11 +205,9 @@ def normal_cdf(e: Emitter, x: Expr) -> Expr:
     return e.bind(e.select(x < e.const(0.0, "float32"), tail, one - tail))
 
 
+@_or_library
 def log1p(e: Emitter, x: Expr) -> Expr:
     """``log(u) - ((u - 1) - x) / u`` with ``u = 1 + x`` rounded: the second term undoes the rounding."""
-    if e.has_library(element_type(x)):
-        return e.libm("log1p", x)
-    x = e.bind(x)
     one = e.const(1.0, "float32")
     u = e.bind(one + x)
     correction = e.bind(((u - one) - x) / u)

@@ -21,7 +21,7 @@ from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import CpuLibraries, kernel_source
 from bridge.compile.cpu.gemm import gemm_function, packed_gemm_function, packing_function
 from bridge.compile.cpu.gemm_tile import register_tile
-from bridge.compile.cpu.loops import generate, generate_columns, scheduled
+from bridge.compile.cpu.loops import ColumnLoops, RowLoops, scheduled
 from bridge.compile.cpu.products import CpuProducts, Multiply, generated_types
 from bridge.compile.cpu.threads import step_driver
 from bridge.compile.loop_ir.operations import Packing, PackPlan, ProductPlan
@@ -157,8 +157,8 @@ class CpuBackend(Backend):
             case ProductPlan():
                 return self._product(plan.element_type)[1]
             case ColumnPlan():
-                return generate_columns(plan)
-        return generate(plan)
+                return ColumnLoops(plan).build()
+        return RowLoops(plan).build()
 
     def legalized(self, function: PrimFunc) -> PrimFunc:
         return scheduled(function, self.limits.threads.parallel_legalized)

@@ -26,15 +26,12 @@ from bridge.compile.cpu.threads import if_profitable
 from bridge.compile.schedule.products import ColumnPlan, ColumnSection
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
-__all__ = ["generate", "generate_columns", "scheduled", "transpose", "transposition"]
+__all__ = ["ColumnLoops", "RowLoops", "scheduled", "transpose", "transposition"]
 
 
-def generate(plan: RowPlan) -> PrimFunc:
+class RowLoops:
     """The kernel of a plan; parameters: inputs, results, partials of column reductions, the launch's integers."""
-    return _RowKernel(plan).build()
 
-
-class _RowKernel:
     def __init__(self, plan: RowPlan) -> None:
         self.plan = plan
         self.number = LaunchArguments(plan.arguments, plan.index_type)
@@ -172,12 +169,9 @@ class _RowKernel:
         return [*turns, *left_over(self.number, length, lanes, copies), *tail]
 
 
-def generate_columns(plan: ColumnPlan) -> PrimFunc:
+class ColumnLoops:
     """The kernel of a plan; parameters: the source, the result, the launch's integers."""
-    return _ColumnKernel(plan).build()
 
-
-class _ColumnKernel:
     def __init__(self, plan: ColumnPlan) -> None:
         self.plan = plan
         self.number = LaunchArguments(plan.arguments, plan.index_type)

@@ -30,8 +30,8 @@ from bridge.compile.cuda.build import (
     launch_shapes,
     target_of,
 )
-from bridge.compile.cuda.columns import generate_columns
-from bridge.compile.cuda.elements import elements, lookup, pool_gradient
+from bridge.compile.cuda.columns import ColumnLaunches
+from bridge.compile.cuda.elements import PoolLaunch, elements, lookup
 from bridge.compile.cuda.emitter import storage_type
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.limits import FLOAT64_ARCHITECTURES, LIMITS, ORDER
@@ -59,7 +59,7 @@ def generate(plan: RowPlan | ColumnPlan | HorizontalFusionPlan, plain: bool = Fa
     ``plain``: without CUDA's own features, for the same bits on other devices.
     """
     if isinstance(plan, ColumnPlan):
-        return generate_columns(plan)
+        return ColumnLaunches(plan).build()
     if isinstance(plan, HorizontalFusionPlan):
         return _generate_fused(plan)
     number, buffers = LaunchArguments(plan.arguments, plan.index_type), KernelBuffers.of(plan, storage_type)
@@ -163,7 +163,7 @@ class CudaBackend(Backend):
         return self.arch in FLOAT64_ARCHITECTURES
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc:
-        return pool_gradient(plan)
+        return PoolLaunch(plan).build()
 
     def lookup(self, plan: LookupPlan) -> PrimFunc:
         return lookup(plan)

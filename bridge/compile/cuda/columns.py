@@ -35,7 +35,7 @@ from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_LANES, FEW_ROWS, SE
 from bridge.compile.schedule.products import ColumnPlan
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
-__all__ = ["Halved", "ReductionLanes", "Team", "generate_columns", "halve", "second_stage_columns"]
+__all__ = ["ColumnLaunches", "Halved", "ReductionLanes", "Team", "halve", "second_stage_columns"]
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,9 @@ class ReductionLanes:
         return stmts, BufferLoad(shared, [place(number(0))])
 
 
-def generate_columns(plan: ColumnPlan) -> PrimFunc:
+class ColumnLaunches:
     """The kernel of a plan; parameters: the source, the result, the launch's integers."""
-    return _ColumnKernel(plan).build()
 
-
-class _ColumnKernel:
     def __init__(self, plan: ColumnPlan) -> None:
         self.plan = plan
         self.number = LaunchArguments(plan.arguments, plan.index_type)

@@ -7,23 +7,82 @@ on the host become arguments of the launch.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from bridge.base.torch_cuda import current_stream
-from bridge.compile.cuda.driver_graphs import (
-    MOST,
-    MOST_NUMBERS,
-    NUMBERS,
-    THREADS,
-    VECTOR,
-    Copies,
-    NumberCopies,
-    own_kernels,
-)
+from bridge.compile.cuda.driver_graphs import LoadedKernel, kernels
+from bridge.compile.cuda.nvrtc import compiled
 
 __all__ = ["Pairs", "bring", "copy"]
+
+MOST = 8
+"""Targets of one copying launch."""
+MOST_NUMBERS = 128
+"""Targets of one launch with sources in its argument, which the driver limits to 4096 bytes."""
+THREADS = 256
+VECTOR = 16
+"""Bytes that a thread copies at once."""
+NUMBERS = 16
+"""Maximum bytes from the host for one target."""
+
+_SOURCE = f"""
+struct Copies {{ const char* from[{MOST}]; char* to[{MOST}]; long long bytes[{MOST}]; }};
+struct Numbers {{ char* to[{MOST_NUMBERS}]; char from[{MOST_NUMBERS}][{NUMBERS}]; int bytes[{MOST_NUMBERS}]; }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) bridge_copy(Copies copies) {{
+  const char* from = copies.from[blockIdx.y];
+  char* to = copies.to[blockIdx.y];
+  long long vectors = copies.bytes[blockIdx.y] / {VECTOR}, rest = copies.bytes[blockIdx.y] % {VECTOR};
+  long long first = (long long)blockIdx.x * {THREADS} + threadIdx.x;
+  for (long long i = first; i < vectors; i += (long long)gridDim.x * {THREADS})
+    ((int4*)to)[i] = ((const int4*)from)[i];
+  if (first < rest) to[vectors * {VECTOR} + first] = from[vectors * {VECTOR} + first];
+}}
+
+extern "C" __global__ void bridge_bring(Numbers numbers) {{
+  if (threadIdx.x < numbers.bytes[blockIdx.x])
+    numbers.to[blockIdx.x][threadIdx.x] = numbers.from[blockIdx.x][threadIdx.x];
+}}
+"""
+
+
+class Copies(ctypes.Structure):
+    """Argument of a copy: sources and targets, aligned for vectors."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p * MOST),
+        ("target", ctypes.c_void_p * MOST),
+        ("nbytes", ctypes.c_longlong * MOST),
+    )
+
+
+class NumberCopies(ctypes.Structure):
+    """Argument of a copy of numbers: targets, with the bytes in the argument itself."""
+
+    _fields_ = (
+        ("target", ctypes.c_void_p * MOST_NUMBERS),
+        ("source", ctypes.c_char * NUMBERS * MOST_NUMBERS),
+        ("nbytes", ctypes.c_int * MOST_NUMBERS),
+    )
+
+
+class OwnKernels(NamedTuple):
+    """This package's kernels on one device."""
+
+    copy: LoadedKernel
+    bring: LoadedKernel
+
+
+@functools.cache
+def own_kernels(index: int) -> OwnKernels:
+    """The kernels of a device, which must be current."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return OwnKernels(*kernels(compiled(_SOURCE, f"sm_{major}{minor}"), ("bridge_copy", "bridge_bring")))
+
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """``(target, source)`` pairs of the same shapes and element types."""

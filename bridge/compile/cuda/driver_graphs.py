@@ -4,8 +4,7 @@ The driver is called directly (``libcuda``, by ctypes): torch's own capture chan
 generator, so that draws in other threads raise during the capture, and after a failed one. Here a capture affects only
 its stream, and a draw inside it raises.
 
-Driver calls that raise on errors, a thread's context, kernels from machine code. Kernels of this package that belong to
-no program: copies, numbers from the host, each as a launch with one argument.
+Driver calls that raise on errors, a thread's context, kernels from machine code.
 """
 
 from __future__ import annotations
@@ -15,17 +14,13 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
 from bridge.base.torch_internals import VF
-from bridge.compile.cuda.nvrtc import compiled
 
-__all__ = ["MOST", "MOST_NUMBERS", "NUMBERS", "THREADS", "VECTOR", "Copies", "DriverError", "ExecutableGraph"]
-__all__ += ["LoadedKernel", "NumberCopies", "OwnKernels", "at_any_moment", "call", "captured"]
-__all__ += ["error_name", "kernels", "library", "new_stream", "own_kernels"]
-__all__ += ["require_context"]
+__all__ = ["DriverError", "ExecutableGraph", "LoadedKernel", "at_any_moment", "call", "captured", "error_name"]
+__all__ += ["kernels", "library", "new_stream", "require_context"]
 
 _RELAXED = 2
 """``CU_STREAM_CAPTURE_MODE_RELAXED``: allows a thread all calls that do not touch a capturing stream."""
@@ -115,71 +110,6 @@ def kernels(code: bytes, names: Sequence[str]) -> list[LoadedKernel]:
             call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
             found.append(LoadedKernel(function))
     return found
-
-
-MOST = 8
-"""Targets of one copying launch."""
-MOST_NUMBERS = 128
-"""Targets of one launch with sources in its argument, which the driver limits to 4096 bytes."""
-THREADS = 256
-VECTOR = 16
-"""Bytes that a thread copies at once."""
-NUMBERS = 16
-"""Maximum bytes from the host for one target."""
-
-_SOURCE = f"""
-struct Copies {{ const char* from[{MOST}]; char* to[{MOST}]; long long bytes[{MOST}]; }};
-struct Numbers {{ char* to[{MOST_NUMBERS}]; char from[{MOST_NUMBERS}][{NUMBERS}]; int bytes[{MOST_NUMBERS}]; }};
-
-extern "C" __global__ void __launch_bounds__({THREADS}) bridge_copy(Copies copies) {{
-  const char* from = copies.from[blockIdx.y];
-  char* to = copies.to[blockIdx.y];
-  long long vectors = copies.bytes[blockIdx.y] / {VECTOR}, rest = copies.bytes[blockIdx.y] % {VECTOR};
-  long long first = (long long)blockIdx.x * {THREADS} + threadIdx.x;
-  for (long long i = first; i < vectors; i += (long long)gridDim.x * {THREADS})
-    ((int4*)to)[i] = ((const int4*)from)[i];
-  if (first < rest) to[vectors * {VECTOR} + first] = from[vectors * {VECTOR} + first];
-}}
-
-extern "C" __global__ void bridge_bring(Numbers numbers) {{
-  if (threadIdx.x < numbers.bytes[blockIdx.x])
-    numbers.to[blockIdx.x][threadIdx.x] = numbers.from[blockIdx.x][threadIdx.x];
-}}
-"""
-
-
-class Copies(ctypes.Structure):
-    """Argument of a copy: sources and targets, aligned for vectors."""
-
-    _fields_ = (
-        ("source", ctypes.c_void_p * MOST),
-        ("target", ctypes.c_void_p * MOST),
-        ("nbytes", ctypes.c_longlong * MOST),
-    )
-
-
-class NumberCopies(ctypes.Structure):
-    """Argument of a copy of numbers: targets, with the bytes in the argument itself."""
-
-    _fields_ = (
-        ("target", ctypes.c_void_p * MOST_NUMBERS),
-        ("source", ctypes.c_char * NUMBERS * MOST_NUMBERS),
-        ("nbytes", ctypes.c_int * MOST_NUMBERS),
-    )
-
-
-class OwnKernels(NamedTuple):
-    """This package's kernels on one device."""
-
-    copy: LoadedKernel
-    bring: LoadedKernel
-
-
-@functools.cache
-def own_kernels(index: int) -> OwnKernels:
-    """The kernels of a device, which must be current."""
-    major, minor = torch.cuda.get_device_capability(index)
-    return OwnKernels(*kernels(compiled(_SOURCE, f"sm_{major}{minor}"), ("bridge_copy", "bridge_bring")))
 
 
 _NON_BLOCKING = 1

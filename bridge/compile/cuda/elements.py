@@ -26,7 +26,7 @@ from bridge.compile.cuda.step import ThreadScope, column_steps
 from bridge.compile.loop_ir.operations import LookupPlan, PoolPlan, counting_dtype
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
-__all__ = ["elements", "lookup", "pool_gradient"]
+__all__ = ["PoolLaunch", "elements", "lookup"]
 
 _LONG = 8
 """From so many warps' vectors per row on, the threads of a warp read adjacent vectors at once if a vector is smaller
@@ -198,12 +198,9 @@ def lookup(plan: LookupPlan) -> PrimFunc:
     return loop_function([table, indices, out, *number.params], sequence([*number.stmts, made]))
 
 
-def pool_gradient(plan: PoolPlan) -> PrimFunc:
+class PoolLaunch:
     """The kernel of a pool's gradient, channels last; parameters: windows' gradients, places of maxima, the result."""
-    return _PoolKernel(plan).build()
 
-
-class _PoolKernel:
     def __init__(self, plan: PoolPlan) -> None:
         self.plan = plan
         self.lanes = 1 if plan.channels % 2 else 2

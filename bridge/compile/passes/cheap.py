@@ -18,7 +18,7 @@ normalization in whole rows; a kernel that stores it would have to run before bo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -43,7 +43,7 @@ from bridge.compile.loop_ir.graph import (
 from bridge.compile.loop_ir.views import is_dense
 from bridge.compile.schedule.limits import Limits, Rules
 
-__all__ = ["Producers", "box_of_arithmetic", "cast_where_read", "count_where_read"]
+__all__ = ["Producers", "Recomputation", "box_of_arithmetic", "cast_where_read", "count_where_read"]
 __all__ += ["permuted_arithmetic", "recompute_row_values"]
 
 
@@ -124,27 +124,81 @@ def permuted_arithmetic(node: Pointwise, read: Operand) -> list[Operand | Scalar
     return moved
 
 
+class Recomputation:
+    """One walk over nodes, in which point-wise nodes read values that are computed again for them.
+
+    Attributes:
+        nodes: in order; ``producers``: of the values so far.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.nodes: list[Node] = []
+        self.producers = Producers(rules.limits)
+
+    def read(self, operand: Operand, reader: Pointwise) -> Operand:
+        """What a point-wise node reads instead of an operand."""
+        raise NotImplementedError
+
+    def add(self, node: Node) -> None:
+        """Appends a node."""
+        if type(node) is Pointwise:
+            reads = tuple(each if isinstance(each, Scalar) else self.read(each, node) for each in node.operands)
+            node = node if reads == node.operands else replace(node, operands=reads)
+        self.nodes.append(node)
+        self.producers.add(node)
+
+    def of(self, graph: Graph) -> Graph:
+        """The graph after the walk."""
+        for node in graph.nodes:
+            self.add(node)
+        return replace(graph, nodes=self.nodes)
+
+
 def cast_where_read(graph: Graph, rules: Rules) -> Graph:
     """Moves casts into point-wise nodes that are larger, by the backend's factor, than the cast tensor."""
-    casts: dict[Value, Operand] = {}
-
-    def note(node: Pointwise) -> None:
-        if node.op == "astype" and isinstance(node.operands[0], Operand) and is_dense(node.operands[0].view):
-            casts[node.out] = node.operands[0]
-
-    return _cast_at_readers(graph, rules, casts.get, note)
+    return _Casts(rules).of(graph) if rules.limits.recompute.small_casts else graph
 
 
 def count_where_read(graph: Graph, rules: Rules) -> Graph:
     """Counts in point-wise nodes instead of reading a constant range that is smaller by the backend's factor."""
-    counts = {
-        value for value, constant in graph.constants.items() if rules.limits.recompute.small_casts and _counts(constant)
-    }
+    factor = rules.limits.recompute.small_casts
+    counts = {value for value, constant in graph.constants.items() if factor and _counts(constant)}
+    return _Counts(rules, counts).of(graph) if counts else graph
 
-    def places(value: Value) -> Operand | None:
-        return whole(Value(value.name, value.shape, "int64", "index")) if value in counts else None
 
-    return _cast_at_readers(graph, rules, places) if counts else graph
+class _Casts(Recomputation):
+    """Lets each larger point-wise consumer of a cast value cast that value's source itself."""
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__(rules)
+        self._factor = rules.limits.recompute.small_casts
+
+    def read(self, operand: Operand, reader: Pointwise) -> Operand:
+        source = self.source(operand.value)
+        if source is None or self._factor * sample_of(operand.value.numel) > sample_of(reader.out.numel):
+            return operand
+        view = replace(operand.view, offset=operand.view.offset + source.view.offset)
+        out = Value(operand.value.name, operand.shape, operand.dtype)
+        self.nodes.append(Pointwise("astype", (Operand(source.value, view),), out))
+        return whole(out)
+
+    def source(self, value: Value) -> Operand | None:
+        """The dense operand that a value is cast from; ``None`` if it is no cast."""
+        node = self.producers.arithmetic(value, draws=True)
+        (source,) = (None,) if node is None or node.op != "astype" else node.operands
+        return source if isinstance(source, Operand) and is_dense(source.view) else None
+
+
+class _Counts(_Casts):
+    """Casts of positions, in place of constants that count them."""
+
+    def __init__(self, rules: Rules, counts: Collection[Value]) -> None:
+        super().__init__(rules)
+        self._counts = counts
+
+    def source(self, value: Value) -> Operand | None:
+        is_count = value in self._counts
+        return whole(Value(value.name, value.shape, "int64", "index")) if is_count else None
 
 
 def _counts(constant: torch.Tensor | Positions) -> bool:
@@ -153,56 +207,15 @@ def _counts(constant: torch.Tensor | Positions) -> bool:
     return VF.equal(constant, VF.arange(len(constant), dtype=constant.dtype, device=constant.device))
 
 
-def _cast_at_readers(
-    graph: Graph,
-    rules: Rules,
-    source_of: Callable[[Value], Operand | None],
-    note: Callable[[Pointwise], None] = lambda node: None,
-) -> Graph:
-    """Lets each larger point-wise consumer of a value cast that value's source itself.
-
-    Args:
-        source_of: a value → the dense operand that it is cast from; ``None`` if it is no cast.
-        note: called with each point-wise node, in order.
-    """
-    factor = rules.limits.recompute.small_casts
-    if not factor:
-        return graph
-    nodes: list[Node] = []
-
-    def read(operand: Operand | Scalar, reader: Pointwise) -> Operand | Scalar:
-        source = None if isinstance(operand, Scalar) else source_of(operand.value)
-        if source is None or factor * sample_of(operand.value.numel) > sample_of(reader.out.numel):
-            return operand
-        view = replace(operand.view, offset=operand.view.offset + source.view.offset)
-        out = Value(operand.value.name, operand.shape, operand.dtype)
-        nodes.append(Pointwise("astype", (Operand(source.value, view),), out))
-        return whole(out)
-
-    for node in graph.nodes:
-        if type(node) is Pointwise:
-            reads = tuple(read(operand, node) for operand in node.operands)
-            node = node if reads == node.operands else replace(node, operands=reads)
-            note(node)
-        nodes.append(node)
-    return replace(graph, nodes=nodes)
-
-
 def recompute_row_values(graph: Graph, rules: Rules) -> Graph:
     """Recomputes small values from values in memory in each kernel that reads them, if these differ in size."""
-    if not rules.limits.concats.section_elements:
-        return graph
-    copies = _Copies(graph, rules)
-    for node in graph.nodes:
-        copies.add(node)
-    return replace(graph, nodes=copies.nodes)
+    return _Copies(graph, rules).of(graph) if rules.limits.concats.section_elements else graph
 
 
-class _Copies:
+class _Copies(Recomputation):
     def __init__(self, graph: Graph, rules: Rules) -> None:
-        self.nodes: list[Node] = []
+        super().__init__(rules)
         self._free_reads = rules.limits.recompute.free_reads
-        self._producers = Producers(rules.limits)
         self._made: dict[tuple[Value, int], Value] = {}
         self._sizes: dict[Value, set[int]] = defaultdict(set)
         for node in graph.nodes:
@@ -216,23 +229,16 @@ class _Copies:
             return False
         return self._free_reads * sample_of(operand.value.numel) <= sample_of(node.out.numel)
 
-    def add(self, node: Node) -> None:
-        if type(node) is Pointwise:
-            read = tuple(self._read(operand, node) for operand in node.operands)
-            node = node if read == node.operands else replace(node, operands=read)
-        self.nodes.append(node)
-        self._producers.add(node)
-
-    def _read(self, operand: Operand | Scalar, node: Pointwise) -> Operand | Scalar:
-        if isinstance(operand, Scalar) or not self._is_small(operand, node) or len(self._sizes[operand.value]) < 2:
+    def read(self, operand: Operand, reader: Pointwise) -> Operand:
+        if not self._is_small(operand, reader) or len(self._sizes[operand.value]) < 2:
             return operand
-        value = self._copy(operand.value, sample_of(node.out.numel))
+        value = self._copy(operand.value, sample_of(reader.out.numel))
         return operand if value is None else Operand(value, operand.view)
 
     def _copy(self, value: Value, size: int) -> Value | None:
         """Another computation of the value, for consumers of a size; ``None`` if it is not made of values in memory."""
         if (value, size) not in self._made:
-            producer = self._producers.arithmetic(value)
+            producer = self.producers.arithmetic(value)
             if producer is None or producer.out.dtype == "bool":
                 return None
             read = tuple(self._operand(operand, value, size) for operand in producer.operands)
@@ -243,7 +249,7 @@ class _Copies:
         return self._made[value, size]
 
     def _operand(self, operand: Operand | Scalar, value: Value, size: int) -> Operand | Scalar | None:
-        if isinstance(operand, Scalar) or not self._producers.is_of_a_kernel(operand.value):
+        if isinstance(operand, Scalar) or not self.producers.is_of_a_kernel(operand.value):
             return operand
         if sample_of(operand.value.numel) > sample_of(value.numel):
             return None

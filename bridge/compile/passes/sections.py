@@ -29,7 +29,7 @@ from bridge.compile.loop_ir.graph import (
     whole,
 )
 from bridge.compile.loop_ir.views import View
-from bridge.compile.passes.cheap import Producers, box_of_arithmetic
+from bridge.compile.passes.cheap import Producers, Recomputation, box_of_arithmetic
 from bridge.compile.schedule.limits import Rules
 
 __all__ = ["Placed", "recompute_sections", "recompute_slices"]
@@ -129,10 +129,7 @@ class _Small(_Sections):
 
 def recompute_slices(graph: Graph, rules: Rules) -> Graph:
     """Computes each slice of cheap arithmetic that point-wise nodes read by a node of its own, once."""
-    slices = _Slices(rules, _sliced(graph))
-    for node in graph.nodes:
-        slices.add(node)
-    return replace(graph, nodes=slices.nodes)
+    return _Slices(rules, _sliced(graph)).of(graph)
 
 
 def _sliced(graph: Graph) -> set[Value]:
@@ -176,35 +173,25 @@ def _part(operand: Operand) -> Operand | None:
     return Operand(operand.value, view) if sample_of(view.numel) < sample_of(operand.value.numel) else None
 
 
-class _Slices:
+class _Slices(Recomputation):
     def __init__(self, rules: Rules, sliced: Collection[Value]) -> None:
-        self.nodes: list[Node] = []
+        super().__init__(rules)
         self._sliced = sliced
-        self._producers = Producers(rules.limits)
         self._known: dict[Operand, Operand] = {}
 
-    def add(self, node: Node) -> None:
-        if type(node) is Pointwise:
-            reads = tuple(self._read(operand, node.out.name) for operand in node.operands)
-            node = node if reads == node.operands else replace(node, operands=reads)
-        self.nodes.append(node)
-        self._producers.add(node)
-
-    def _read(self, operand: Operand | Scalar, name: str) -> Operand | Scalar:
+    def read(self, operand: Operand, reader: Pointwise) -> Operand:
         """The operand, or its elements from a node that computes only them."""
-        if isinstance(operand, Scalar):
-            return operand
         part = _part(operand)
         if part is None:
             return operand
         if part not in self._known:
-            self._known[part] = self._computed(part, name)
+            self._known[part] = self._computed(part, reader.out.name)
         found = self._known[part]
         return operand if found is part else Operand(found.value, views.expand(found.view, operand.shape))
 
     def _computed(self, part: Operand, name: str) -> Operand:
         of_any = part.value in self._sliced
-        producer = self._producers.arithmetic(part.value, draws=True) if of_any else self._producers.cheap(part.value)
+        producer = self.producers.arithmetic(part.value, draws=True) if of_any else self.producers.cheap(part.value)
         reads = None if producer is None else box_of_arithmetic(producer, part)
         if reads is None:
             return part

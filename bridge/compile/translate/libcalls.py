@@ -45,10 +45,11 @@ def tensor(builder: Builder, expr: Expr) -> Operand:
     return builder.dense(operand) if isinstance(operand, Scalar) else operand
 
 
-def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value], *attrs: Any) -> list[Operand]:
-    """Adds the call of a kernel that writes into ``outs``; returns ``outs`` as operands."""
-    builder.add(LibraryCall(name, tuple(operands), tuple(outs), attrs))
-    return [whole(out) for out in outs]
+def emit(builder: Builder, call: Call, name: str, operands: list[Operand], *attrs: Any) -> Operand:
+    """The result of a Relax call, by a kernel that writes into it."""
+    out = builder.fresh(shape(call), dtype(call))
+    builder.add(LibraryCall(name, tuple(operands), (out,), attrs))
+    return whole(out)
 
 
 @register("relax.stack")
@@ -57,8 +58,7 @@ def _stack(builder: Builder, call: Call) -> Operand:
         return NotImplemented
     operands = [tensor(builder, field) for field in call.args[0].fields]
     axis = 0 if call.attrs.axis is None else int(call.attrs.axis)
-    out = builder.fresh(shape(call), dtype(call))
-    return emit(builder, "stack", operands, [out], axis)[0]
+    return emit(builder, call, "stack", operands, axis)
 
 
 @register("relax.flip")
@@ -66,25 +66,22 @@ def _flip(builder: Builder, call: Call) -> Operand:
     """Only for symbolic extents; otherwise TVM's kernel, which serves one size."""
     if not any(isinstance(extent, Extent) for extent in shape(call)):
         return NotImplemented
-    out = builder.fresh(shape(call), dtype(call))
-    return emit(builder, "flip", [tensor(builder, call.args[0])], [out], int(call.attrs.axis))[0]
+    return emit(builder, call, "flip", [tensor(builder, call.args[0])], int(call.attrs.axis))
 
 
 @register("relax.cumsum")
 def _cumsum(builder: Builder, call: Call) -> Operand:
     if call.attrs.axis is None:
         return NotImplemented
-    out = builder.fresh(shape(call), dtype(call))
     axis, exclusive = int(call.attrs.axis), bool(call.attrs.exclusive)
-    return emit(builder, "cumsum", [tensor(builder, call.args[0])], [out], axis, exclusive)[0]
+    return emit(builder, call, "cumsum", [tensor(builder, call.args[0])], axis, exclusive)
 
 
 @register("relax.gather_elements")
 def _gather_elements(builder: Builder, call: Call) -> Operand:
     axis = int(call.attrs.axis)
     x, index = tensor(builder, call.args[0]), builder.cast(tensor(builder, call.args[1]), "int64")
-    out = builder.fresh(shape(call), dtype(call))
-    return emit(builder, "gather", [x, index], [out], axis)[0]
+    return emit(builder, call, "gather", [x, index], axis)
 
 
 @register("relax.scatter_elements")
@@ -94,8 +91,7 @@ def _scatter_elements(builder: Builder, call: Call) -> Operand:
         return NotImplemented
     x, index, source = (tensor(builder, arg) for arg in call.args)
     index = builder.cast(index, "int64")
-    out = builder.fresh(shape(call), dtype(call))
-    return emit(builder, "scatter_add" if reduction == "add" else "scatter", [x, index, source], [out], axis)[0]
+    return emit(builder, call, "scatter_add" if reduction == "add" else "scatter", [x, index, source], axis)
 
 
 def _library_function(builder: Builder, call: Call, name: str) -> Operand | list[Operand]:

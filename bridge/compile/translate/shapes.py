@@ -139,8 +139,7 @@ def _pad(builder: Builder, call: Call) -> Operand:
 
 def _copied(builder: Builder, call: Call, widths: Sequence[int], number: float) -> Operand:
     """Copies the operand into a tensor that is filled with ``number``."""
-    out = builder.fresh(shape(call), dtype(call))
-    return emit(builder, "pad", [tensor(builder, call.args[0])], [out], tuple(widths[::2]), number)[0]
+    return emit(builder, call, "pad", [tensor(builder, call.args[0])], tuple(widths[::2]), number)
 
 
 def _join(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, extents: Sequence[Dim]) -> Operand:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from bridge import lower
 from bridge.compile import CallLibrary, CompileOptions, Launch, compile_function
-from bridge.compile.cuda.elements import pool_gradient
+from bridge.compile.cuda.elements import PoolLaunch
 from bridge.compile.loop_ir.operations import PoolPlan
 from tests.cuda_plans import FOR_LITTLE, array
 from tests.opencl import OpenClKernels
@@ -38,7 +38,7 @@ def test_as_torch_adds_them(dtype, channels):
         tensors.append([each.contiguous() for each in behind])
         name = str(dtype).removeprefix("torch.")
         plans.append(PoolPlan(name, 2, channels, (9, 8), tuple(y.shape[2:]), kernel, stride, padding, dilation))
-    code = OpenClKernels([pool_gradient(plan) for plan in plans])
+    code = OpenClKernels([PoolLaunch(plan).build() for plan in plans])
     for index, (given, wanted) in enumerate(zip(tensors, expected, strict=True)):
         found = torch.full((2, 9, 8, channels), 3, dtype=dtype)
         code(index, [array(each) for each in (*given, found)], ())
