@@ -5,13 +5,14 @@ from bridge.guards.conditions import ReadGuard
 from bridge.guards.functions import audited, rebound_count, tables
 from bridge.guards.kinds import contents_of, put_back
 from bridge.guards.machinery import in_its_place
+from bridge.guards.modules import ATTRIBUTE, TRAINING, ModulePlace, walks
 from bridge.guards.objects import is_changeable
 from bridge.guards.recording import Reads, profiled
 from bridge.guards.tensor_reads import ADDRESSES, TensorReads, told_otherwise
 from bridge.guards.undo import Settling, Undo, needs_first_call, recorded_reads, undo
 from bridge.guards.watched import ABSENT, ClosureCell, Contents, Name, Place, Slot, alike, slot_of
 
-__all__ = ["ABSENT", "ADDRESSES", "ClosureCell", "Contents", "Name", "Place", "ReadGuard", "Reads", "Settling", "Slot"]
-__all__ += ["TensorReads", "Undo", "alike", "audited", "contents_of", "in_its_place", "is_changeable"]
-__all__ += ["needs_first_call", "profiled", "put_back", "read_later", "rebound_count", "recorded_reads", "slot_of"]
-__all__ += ["tables", "told_otherwise", "undo"]
+__all__ = ["ABSENT", "ADDRESSES", "ATTRIBUTE", "TRAINING", "ClosureCell", "Contents", "ModulePlace", "Name", "Place"]
+__all__ += ["ReadGuard", "Reads", "Settling", "Slot", "TensorReads", "Undo", "alike", "audited", "contents_of"]
+__all__ += ["in_its_place", "is_changeable", "needs_first_call", "profiled", "put_back", "read_later"]
+__all__ += ["rebound_count", "recorded_reads", "slot_of", "tables", "told_otherwise", "undo", "walks"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_, methodcaller, ne
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import nn
 
 from bridge.base.errors import MODULE, GuardFailure, Unsupported, UnsupportedModule
 from bridge.base.tensor_properties import properties_of
-from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.guards.kinds import CONTAINERS, is_a
+from bridge.guards.modules import ModulePlace, walks
 from bridge.guards.objects import is_changeable, names_of, special_methods_of
 from bridge.guards.recording import Reads
 from bridge.guards.watched import (
@@ -32,24 +32,18 @@ from bridge.guards.watched import (
     Name,
     Place,
     Slot,
+    Watched,
     class_entry,
     contents_at,
     entry_of,
 )
-from bridge.state import dict_behind, dict_versions
+from bridge.state import dict_behind, write_counter
 
 __all__ = ["ReadGuard"]
 
-_REGISTRIES = ("_parameters", "_buffers", "_modules", *MODULE_HOOKS)
-_WALKS = frozenset(
-    """
-    children named_children modules named_modules parameters named_parameters buffers named_buffers state_dict apply
-    get_submodule get_parameter get_buffer
-    """.split()
-)
-"""Methods of modules that walk through their submodules, parameters or buffers."""
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _HELD, _CALL = attrgetter("cell_contents"), methodcaller("__call__")
+_ITEMS = methodcaller("items")
 _FIXED = (ModuleType, type)
 """Objects whose dictionary Python code cannot replace."""
 
@@ -96,6 +90,29 @@ class _Held:
         return is_dict and not (item.table and any(isinstance(each, CONTAINERS) for each in item.read()))
 
 
+class _Module:
+    """What a call reads of a module; write counts decide while the module's dictionaries are the same ones.
+
+    Attributes:
+        dicts: the registries with entries, except of hooks; ``None`` if nothing counts their writes.
+        hooked: the registries of hooks with entries: no count tells the order of an ``OrderedDict``.
+        empty: the registries that have to stay empty.
+    """
+
+    def __init__(self, item: ModulePlace):
+        self.items, self.values, self.is_counted = [item], [item.expected()], True
+        self._registries = [*item.registries, *item.registries_of_hooks]
+        held, self.hooked = list(filter(None, item.registries)), list(filter(None, item.registries_of_hooks))
+        self.dicts = held if write_counter() is not None and all(isinstance(each, dict) for each in held) else None
+        self.empty = [each for each in self._registries if not each]
+
+    def unchanged(self) -> bool:
+        (item,), (then,) = self.items, self.values
+        same = all(map(is_, (*item.registries, *item.registries_of_hooks), self._registries))
+        self.is_counted = same and self.dicts is not None
+        return item.unchanged(then)
+
+
 class _Bindings:
     """The classes of objects, the bases of classes, and the code and defaults of functions, with their expected values.
 
@@ -133,47 +150,60 @@ class _Bindings:
 
 
 class _Namespaces:
-    """Names and contents of dictionaries, which are compared only after a write to their dictionaries.
+    """Names, contents of dictionaries and modules, which are compared only after a write to their dictionaries.
+
+    Args:
+        tree: the modules of the tree, whose own dictionaries come first among the write counts.
+        others: modules outside of it.
 
     Attributes:
-        names: all of them, by namespace. ``uncounted``: the ones in namespaces whose writes Python does not count.
-        versions: the counts of ``dicts`` at the last comparison.
+        groups: all of them, by namespace. ``uncounted``: the ones in namespaces whose writes Python does not count.
+        dicts: their dictionaries, besides the own ones of the tree's modules.
+        hooked: the registries of hooks with entries, whose order no count tells.
+        versions: the write counts at the last comparison.
         empty: dictionaries that were empty then: Python 3.12 does not count the first write to one by update.
     """
 
-    def __init__(self, items: Sequence[Any]):
+    def __init__(self, items: Sequence[Any], tree: Sequence[ModulePlace] = (), others: Sequence[ModulePlace] = ()):
         spaces: dict[int, list[Any]] = {}
         for item in items:
             if isinstance(item, Name | ClassName):
                 spaces.setdefault(id(item.space if isinstance(item, Name) else item.kind), []).append(item)
-        self.names: list[_Names | _Held] = [_Names(each) for each in spaces.values()]
-        self.names += [_Held(item) for item in items if _Held.may_hold(item)]
+        self.tree = list(map(_Module, tree))
+        modules = [*self.tree, *map(_Module, others)]
+        self.groups: list[_Names | _Held | _Module] = [*modules, *(_Names(each) for each in spaces.values())]
+        self.groups += [_Held(item) for item in items if _Held.may_hold(item)]
         self.dicts: list[dict] = []
-        self._by_dict: dict[int, list[_Names | _Held]] = {}
-        self.uncounted: list[_Names | _Held] = []
-        for names in self.names:
-            dicts = _dicts_of(names.items[0])
-            if dicts is None:
-                self.uncounted.append(names)
+        by_dict: dict[int, list[_Names | _Held | _Module]] = {}
+        self.uncounted: list[_Names | _Held | _Module] = []
+        for group in self.groups:
+            dicts = _dicts_of(group)
+            if dicts is None and group not in self.tree:
+                self.uncounted.append(group)
             for each in dicts or ():
-                if id(each) not in self._by_dict:
+                if id(each) not in by_dict:
                     self.dicts.append(each)
-                self._by_dict.setdefault(id(each), []).append(names)
+                by_dict.setdefault(id(each), []).append(group)
+        self._counted = [each for each in self.groups if each not in self.uncounted]
+        self._by_place = [[group] for group in self.tree] + [by_dict[id(each)] for each in self.dicts]
+        self.hooked = [each for group in modules for each in group.hooked]
         self.versions: list[int] | None = None
-        self.empty: list[dict] = []
+        self._stay_empty = [each for group in modules for each in group.empty]
+        self.empty: list[dict] = self._stay_empty
 
     def unchanged(self, versions: list[int] | None, everything: bool) -> bool:
-        """Compares the names of the dictionaries that were written, or of all; ``versions``: from before the
+        """Compares the groups of the dictionaries that were written, or all; ``versions``: from before the
         comparison, so that a concurrent write is seen later."""
-        then = None if everything or any(self.empty) else self.versions
-        for place, each in enumerate(self.dicts):
-            if versions is None or then is None or versions[place] != then[place]:
-                if not all([names.unchanged() for names in self._by_dict[id(each)]]):
-                    return False
-        for place, each in enumerate(self.dicts) if versions is not None else ():
-            if not all(names.is_counted for names in self._by_dict[id(each)]):
+        then, written = None if everything or any(self.empty) else self.versions, self._counted
+        if versions is not None and then is not None:
+            changed = [groups for groups, *counts in zip(self._by_place, versions, then, strict=True) if ne(*counts)]
+            written = {id(group): group for groups in changed for group in groups}.values()
+        if not all([group.unchanged() for group in written]):
+            return False
+        for place, groups in enumerate(self._by_place) if versions is not None else ():
+            if not all(group.is_counted for group in groups):
                 versions[place] = -1
-        self.versions, self.empty = versions, [each for each in self.dicts if not each]
+        self.versions, self.empty = versions, [*self._stay_empty, *(each for each in self.dicts if not each)]
         return True
 
 
@@ -181,13 +211,14 @@ class ReadGuard:
     """The conditions of one entry on the state that its forward read.
 
     Args:
-        registered: the modules of the tree, whose registries and attributes have conditions of their own.
+        modules: the modules of the tree.
         but: places that forward sets before it reads them: their holder, and the key there.
     """
 
-    def __init__(self, reads: Reads, registered: Collection[nn.Module] = (), but: Collection[tuple[Any, Any]] = ()):
+    def __init__(self, reads: Reads, modules: Sequence[ModulePlace] = (), but: Collection[tuple[Any, Any]] = ()):
+        registered = [each.module() for each in modules]
         tree = {id(each) for each in registered} | {id(each.__dict__) for each in registered}
-        tree |= {id(each.__dict__[name]) for each in registered for name in _REGISTRIES if name in each.__dict__}
+        tree |= {id(held) for each in modules for held in (*each.registries, *each.registries_of_hooks)}
         items = [
             item
             for (kind, of, *_), item in reads.items.items()
@@ -195,20 +226,24 @@ class ReadGuard:
         ]
         items += [Answer(contents_at, (item,), {}, item.place) for item in reads.rebound if _without(item, but)]
         items = [each for item in items if (each := _without(item, but)) is not None] if but else items
+        outside = []
         for reference, names in reads.modules.values():
             if (module := reference()) is not None and id(module) not in tree:
-                items += _of_module(module, names, reads.place(module))
+                place, own = reads.place(module), module.__dict__
+                outside.append(ModulePlace(module, None, names, [key for holder, key in but if holder is own], place))
+                items += _walked(module, names, place)
         again = {**reads.attributes, **{key: item for key, item in reads.items.items() if key in reads.later}}
         later = [item for key, item in again.items() if key not in reads.written]
         self._later = [(item, item.read()) for item in later]
-        self._spaces = _Namespaces(items)
+        self._spaces = _Namespaces(items, modules, outside)
+        self._hooks = _entries(self._spaces.hooked)
         codes = [item for item in items if isinstance(item, Code)]
         typed = [item for item in items if isinstance(item, Class)]
         functions = [item.function for item in codes]
         self._bindings = _Bindings([(item, item.read()) for item in typed], reads.bases, functions)
         cells = [(item, item.read()) for item in items if isinstance(item, ClosureCell)]
         self._cells, self._in_cells = [item.cell for item, _ in cells], [value for _, value in cells]
-        known = {id(item) for names in self._spaces.names for item in names.items}
+        known = {id(item) for group in self._spaces.groups for item in group.items}
         known.update(map(id, (*codes, *typed, *(item for item, _ in cells))))
         exact = [item for item in items if isinstance(item, Name) and item.exact]
         others = [(item, item.read()) for item in (*(each for each in items if id(each) not in known), *exact)]
@@ -222,12 +257,17 @@ class ReadGuard:
     @property
     def places(self) -> tuple[str, ...]:
         """The places, in words."""
-        items = chain((item for item, _ in self._all), *(names.items for names in self._spaces.names))
+        items = chain((item for item, _ in self._all), *(group.items for group in self._spaces.groups))
         return tuple(dict.fromkeys(str(item.place) for item in items))
 
     @property
+    def modules(self) -> list[tuple[ModulePlace, Any]]:
+        """The modules of the tree, with their expected values."""
+        return [(group.items[0], group.values[0]) for group in self._spaces.tree]
+
+    @property
     def dicts(self) -> list[dict]:
-        """The dictionaries whose counted writes may change a place's value."""
+        """The dictionaries whose counted writes may change a place's value, but the own ones of the tree's modules."""
         return self._spaces.dicts
 
     @property
@@ -239,7 +279,8 @@ class ReadGuard:
         """The quick path after a counted write: whether every place with counted writes holds the very same object.
 
         Args:
-            versions: the counts of :attr:`dicts`, read before; -1 replaces counts that do not tell all writes.
+            versions: the counts of the own dictionaries of the tree's modules, then of :attr:`dicts`, read before; -1
+                replaces counts that do not tell all writes.
             is_rebound: whether the count of :func:`bridge.guards.functions.rebound_count` is another one.
         """
         return (not is_rebound or self._bindings.unchanged()) and self._spaces.unchanged(versions, is_rebound)
@@ -248,7 +289,7 @@ class ReadGuard:
     def uncounted(self) -> Callable[[], bool] | None:
         """The quick path at each call: whether the places whose writes nothing counts hold the very same objects, or
         contents that mean the same; ``None``: there are none."""
-        parts = (self._bindings.having, self._cells, self._slots, self._slow, self._spaces.uncounted)
+        parts = (self._bindings.having, self._cells, self._slots, self._slow, self._spaces.uncounted, self._hooks)
         return self._uncounted_unchanged if any(parts) else None
 
     def _uncounted_unchanged(self) -> bool:
@@ -265,9 +306,12 @@ class ReadGuard:
         for item, then in self._slow:
             if item.differs(then):
                 return False
-        for names in self._spaces.uncounted:
-            if not names.unchanged():
+        for group in self._spaces.uncounted:
+            if not group.unchanged():
                 return False
+        if self._hooks:
+            now = _entries(self._spaces.hooked)
+            return len(now) == len(self._hooks) and all(map(is_, now, self._hooks))
         return True
 
     @property
@@ -286,29 +330,29 @@ class ReadGuard:
                 hint = "change it before forward, or after backward"
                 raise UnsupportedModule("", [Unsupported(str(item.place), "backward", reason, hint)])
 
-    def match(self, is_rebound: bool = True) -> None:
-        """Raises :class:`GuardFailure`, naming the first place that changed; ``is_rebound`` as in :meth:`unchanged`."""
-        if self.unchanged(dict_versions(self.dicts), is_rebound) and self._uncounted_unchanged():
+    def match(self, versions: list[int] | None = None, is_rebound: bool = True) -> None:
+        """Raises :class:`GuardFailure`, naming the first place that changed; arguments as in :meth:`unchanged`."""
+        if self.unchanged(versions, is_rebound) and self._uncounted_unchanged():
             return
-        for what in self.differences():
-            raise GuardFailure(MODULE, f"{what} changed")
+        for failure in self.failures():
+            raise failure
 
-    def differences(self) -> Iterator[str]:
-        """The places that changed, in words."""
-        found = False
-        for item, then in self._all:
+    def failures(self) -> Iterator[GuardFailure]:
+        """The places that changed."""
+        found, groups = False, self._spaces.groups
+        pairs = (pair for group in groups for pair in zip(group.items, group.values, strict=True))
+        for item, then in sorted(chain(self._all, pairs), key=lambda pair: not isinstance(pair[0], ModulePlace)):
             if item.differs(then):
-                code = isinstance(item, Code) and item.read()[0] is then[0]
                 found = True
-                yield f"default arguments of {item.function.__qualname__}" if code else str(item.place)
-        for names in self._spaces.names:
-            for item, then in zip(names.items, names.values, strict=True):
-                if item.differs(then):
-                    found = True
-                    yield str(item.place)
+                yield from item.failures(then)
         for kind, bases in () if found else self._bindings.bases:
             if kind.__mro__ != bases:
-                yield f"bases of class {kind.__name__}"
+                yield GuardFailure(MODULE, f"bases of class {kind.__name__} changed")
+
+
+def _entries(dicts: Iterable[dict]) -> list[Any]:
+    """The keys and values of dictionaries, in one list."""
+    return [*chain.from_iterable(chain.from_iterable(map(_ITEMS, dicts)))]
 
 
 def _without(item: Any, but: Collection[tuple[Any, Any]]) -> Any:
@@ -320,8 +364,11 @@ def _without(item: Any, but: Collection[tuple[Any, Any]]) -> Any:
     return None if any(held is holder and getattr(item, "name", None) == key for holder, key in but) else item
 
 
-def _dicts_of(item: Name | ClassName | Contents | Answer) -> list[dict] | None:
-    """The dictionaries whose writes can change a place's value; ``None`` where their writes are not counted."""
+def _dicts_of(group: _Names | _Held | _Module) -> list[dict] | None:
+    """The dictionaries whose writes can change a group's values; ``None`` where their writes are not counted."""
+    if isinstance(group, _Module):
+        return group.dicts
+    item = group.items[0]
     if isinstance(item, Contents):
         found = [dict_behind(item.value)]
     elif isinstance(item, Name):
@@ -332,14 +379,9 @@ def _dicts_of(item: Name | ClassName | Contents | Answer) -> list[dict] | None:
     return None if None in found else found
 
 
-def _of_module(module: nn.Module, names: Collection[str], place: Place) -> Iterator[Name]:
-    """The places that were read of a module outside of the tree."""
-    own = module.__dict__
-    for space in (own, *(own[each] for each in ("_parameters", "_buffers", "_modules"))):
-        for name in sorted(set(own) if "*" in names and space is own else names):
-            if name in space or space is own:
-                yield Name(space, name, place.then(f".{name}"))
-    for inner in module.modules() if not _WALKS.isdisjoint(names) else ():
+def _walked(module: nn.Module, names: Collection[str], place: Place) -> Iterator[Watched]:
+    """The places that were read inside of a module outside of the tree, where forward walks through it."""
+    for inner in module.modules() if walks(names) else ():
         held = [inner.__dict__[each] for each in ("_parameters", "_buffers", "_modules")]
         yield from (Contents(each, place) for each in held)
         for tensor in (*inner.parameters(recurse=False), *inner.buffers(recurse=False)):

@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bridge.base.errors import MODULE, GuardFailure
 from bridge.guards.kinds import CONTAINERS, PLAIN, answer_of, contents_of, is_a, is_told, put_back
 from bridge.guards.objects import ABSENT, class_entry, dict_of, is_changeable
 from bridge.state import kept, same
@@ -81,6 +82,10 @@ class Watched:
         """Whether its value differs from ``then``."""
         now = self.read(run)
         return now is not then and not self.same(now, then)
+
+    def failures(self, then: Any) -> Iterator[GuardFailure]:
+        """The reasons of a miss, where its value differs from ``then``."""
+        yield GuardFailure(MODULE, f"{self.place} changed")
 
     def write(self, value: Any) -> None:
         """Restores a value, where possible."""
@@ -272,6 +277,11 @@ class Code(Watched):
 
     def same(self, now: Any, then: Any) -> bool:
         return now[0] is then[0] and alike(now[1], then[1]) and alike(now[2], then[2])
+
+    def failures(self, then: Any) -> Iterator[GuardFailure]:
+        is_same_code = self.function.__code__ is then[0]
+        told = f"default arguments of {self.function.__qualname__}" if is_same_code else self.place
+        yield GuardFailure(MODULE, f"{told} changed")
 
     def write(self, value: Any) -> None:
         self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = value

@@ -442,7 +442,8 @@ class World(Changes):
         if value is not raw and type(value) not in PLAIN and not made:
             of = self.place(owner)
             path = f"self.{of.text}.{name}" if of.text else f"self.{name}"
-            self.know(value, Place("attribute", name, of.of, path if of.root == "self" else ""))
+            is_inside = of.root == "self"
+            self.know(value, Place("attribute", name, of.of, path) if is_inside else of.then(f".{name}"))
         return function_or_object(value)
 
     def _slot(self, owner: Any, name: str, place: Place) -> list[Any]:

@@ -5,6 +5,7 @@ from bridge.state.module import (
     SampleCall,
     Snapshot,
     hooks_of,
+    is_own_attribute,
     module_tensors,
     own_attributes,
     tensor_problem,
@@ -23,5 +24,6 @@ from bridge.state.values import (
 from bridge.state.write_counts import dict_behind, dict_versions, write_counter
 
 __all__ = ["ModuleTensor", "SampleCall", "Snapshot", "constant_key", "dict_behind", "dict_of", "dict_versions"]
-__all__ += ["generators_put_back", "hooks_of", "kept", "kind_of_container", "module_tensors", "moved_generators"]
-__all__ += ["own_attributes", "same", "same_inside", "tensor_problem", "write_counter", "written_class"]
+__all__ += ["generators_put_back", "hooks_of", "is_own_attribute", "kept", "kind_of_container", "module_tensors"]
+__all__ += ["moved_generators", "own_attributes", "same", "same_inside", "tensor_problem", "write_counter"]
+__all__ += ["written_class"]

@@ -20,8 +20,8 @@ from bridge.base.torch_distributed import Sharding, is_distributed, local_tensor
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS, pytree
 from bridge.state.values import CONTAINERS, refilled, same_inside, snapshot
 
-__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "hooks_of", "module_tensors", "own_attributes", "tensor_problem"]
-__all__ += ["written_class"]
+__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "hooks_of", "is_own_attribute", "module_tensors"]
+__all__ += ["own_attributes", "tensor_problem", "written_class"]
 
 # nn.Module's own entries of __dict__; parameters, buffers, submodules and flags are guarded separately.
 # torch.compile(module) and transformers add a flag.
@@ -34,9 +34,12 @@ _SHARDING_NOTES = ("__composable_api_state", "_fsdp_use_orig_params", "_is_fsdp_
 
 def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The attributes that user code set on a module: all entries of ``__dict__`` that are not nn.Module's."""
-    for name, value in module.__dict__.items():
-        if name not in _INTERNAL and not name.startswith(_SHARDING_NOTES) and not _is_renewed(module, name):
-            yield name, value
+    return ((name, value) for name, value in module.__dict__.items() if is_own_attribute(module, name))
+
+
+def is_own_attribute(module: nn.Module, name: str) -> bool:
+    """Whether an entry of a module's ``__dict__`` is one of :func:`own_attributes`."""
+    return name not in _INTERNAL and not name.startswith(_SHARDING_NOTES) and not _is_renewed(module, name)
 
 
 def written_class(kind: type[nn.Module]) -> type[nn.Module]:

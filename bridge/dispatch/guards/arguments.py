@@ -26,13 +26,13 @@ from bridge.base.pytrees import has_objects, leaf_names, objects_of, packed_argu
 from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured, is_number
-from bridge.dispatch.guards.condition import CheckSource, Condition
+from bridge.dispatch.guards.condition import CheckSource
 from bridge.dispatch.guards.sizes import argument_sizes
 from bridge.dispatch.guards.tensors import SizedTensorGuard, TensorGuard
 from bridge.guards import alike
 from bridge.state import SampleCall, same
 
-__all__ = ["SAVED", "AnyNumber", "ArgumentGuard", "changed_number", "same_or_any_number", "signature_of"]
+__all__ = ["SAVED", "AnyNumber", "ArgumentGuard", "changed_number", "signature_of"]
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,13 @@ class AnyNumber:
     def __repr__(self) -> str:
         return f"any {self.kind.__name__}"
 
+    def fits(self, now: Any) -> bool:
+        """Whether a value is one of the expected ones."""
+        return type(now) is int if self.counts else is_number(now, self.kind)
 
-def same_or_any_number(now: Any, then: Any) -> bool:
-    """Whether a value means the expected one, or is a number where :class:`AnyNumber` is expected."""
-    if type(then) is not AnyNumber:
-        return alike(now, then)
-    return type(now) is int if then.counts else is_number(now, then.kind)
+
+def _same_or_any_number(now: Any, then: Any) -> bool:
+    return then.fits(now) if type(then) is AnyNumber else alike(now, then)
 
 
 def changed_number(now: Any, then: Any) -> bool:
@@ -106,14 +107,12 @@ class ArgumentGuard:
         self.paths = leaf_names(captured.given.spec)
         leaves = list(zip(captured.given.leaves, captured.given.is_tensor, strict=True))
         self.tensor_leaves = [i for i, (_, is_tensor) in enumerate(leaves) if is_tensor]
-        self._constant_leaves = [i for i, (_, is_tensor) in enumerate(leaves) if not is_tensor]
-        self._constants = Condition(
-            "constants",
-            lambda leaves: [leaves[i] for i in self._constant_leaves],
-            [AnyNumber(numbers[i]) if i in numbers else leaves[i][0] for i in self._constant_leaves],
-            self._explain_constant,
-            same=same_or_any_number if numbers else same,
-        )
+        self._constants = {
+            i: AnyNumber(numbers[i]) if i in numbers else leaf
+            for i, (leaf, is_tensor) in enumerate(leaves)
+            if not is_tensor
+        }
+        self._same = _same_or_any_number if numbers else same
         names = [self.paths[i] for i in self.tensor_leaves]
         shapes = captured.sizes.shapes[: len(captured.sizes.shapes) - captured.sizes.counted]
         self._shapes = shapes or tuple(tuple(tensor.shape) for tensor in tensors)
@@ -134,15 +133,12 @@ class ArgumentGuard:
     def write(self, source: CheckSource, inference: str) -> None:
         """Writes the conditions; the generated code assigns the argument tensors to ``tensors``."""
         self._structure.write(source)
-        same, explain = (
-            source.name(self._constants.same, "same"),
-            source.name(self._constants.explain, "other constant"),
-        )
-        for place, (i, then) in enumerate(zip(self._constant_leaves, self._constants.expected, strict=True)):
+        same, explain = source.name(self._same, "same"), source.name(self._explain_constant, "other constant")
+        for i, then in self._constants.items():
             value = source.name(then, f"then {self.paths[i]}")
             unlike = f"leaves[{i}] is not {value} and not {same}(leaves[{i}], {value})"
-            source.refuse(unlike, f"{explain}({place}, {value}, leaves[{i}])")
-        pick = "leaves" if not self._constant_leaves else f"[{', '.join(f'leaves[{i}]' for i in self.tensor_leaves)}]"
+            source.refuse(unlike, f"{explain}({i}, {value}, leaves[{i}])")
+        pick = "leaves" if not self._constants else f"[{', '.join(f'leaves[{i}]' for i in self.tensor_leaves)}]"
         source.add(f"tensors = {pick}")
         seen = "tensors"
         if self._followed:
@@ -166,8 +162,7 @@ class ArgumentGuard:
             GuardFailure: the structure differs.
         """
         leaves = self.leaves(call)
-        pairs = list(zip(self._constant_leaves, self._constants.expected, strict=True))
-        changed = {i: then for i, then in pairs if not self._constants.same(leaves[i], then)}
+        changed = {i: then for i, then in self._constants.items() if not self._same(leaves[i], then)}
         return changed if all(changed_number(leaves[i], then) for i, then in changed.items()) else None
 
     def compiled_shapes(self, call: SampleCall) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
@@ -190,8 +185,8 @@ class ArgumentGuard:
             return bool(shapes) and self._given.failure([tensor for *_, tensor in shapes]) is None
         return all(shape == tuple(tensor.shape) for _, shape, tensor in shapes)
 
-    def _explain_constant(self, place: int, then: Any, now: Any) -> GuardFailure:
-        what = f"value of argument {self.paths[self._constant_leaves[place]]}"
+    def _explain_constant(self, leaf: int, then: Any, now: Any) -> GuardFailure:
+        what = f"value of argument {self.paths[leaf]}"
         return GuardFailure(STRUCTURE, what, f"compiled for {then!r}, called with {_brief(now)}")
 
 

@@ -7,61 +7,15 @@ the code that runs. With ``thorough``, it also accepts equivalent values, and ra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import chain, count
-from operator import is_
 from typing import Any
 
 import torch
 
 from bridge.base.errors import GuardFailure
 
-__all__ = ["Check", "CheckSource", "Condition", "differs"]
-
-
-@dataclass(frozen=True, eq=False)
-class Condition:
-    """One condition on many places: every argument, every submodule or every attribute.
-
-    Values are read for all places at once, so that the fast check (:meth:`holds`) is a loop in C; the thorough one
-    (:meth:`failure`) compares the same values one by one.
-
-    Attributes:
-        name: unique within a guard.
-        read: the guarded object → a value per place, as many as expected. May raise ``KeyError`` if one is gone.
-        expected: the values at compile time.
-        explain: place, expected value, current value → the failure in the user's words.
-        exact: the fast check's comparison, a function in C. It accepts no value that ``same`` rejects.
-        same: whether a value is equivalent to the expected one.
-        quick: optional quicker test of the object, which holds only if all values are the expected ones.
-
-    Example:
-        >>> names = ["a", "b"]
-        >>> explain = lambda place, then, now: GuardFailure(MODULE, f"{names[place]} changed")
-        >>> condition = Condition("training", lambda modules: [m.training for m in modules], [True, True], explain)
-        >>> condition.holds([nn.Tanh(), nn.Tanh()]), condition.failure([nn.Tanh(), nn.Tanh().eval()]).reason
-        (True, 'b changed')
-    """
-
-    name: str
-    read: Callable[[Any], Iterable[Any]]
-    expected: Sequence[Any]
-    explain: Callable[[int, Any, Any], GuardFailure]
-    exact: Callable[[Any, Any], bool] = is_
-    same: Callable[[Any, Any], bool] = is_
-    quick: Callable[[Any], bool] | None = None
-
-    def holds(self, source: Any) -> bool:
-        """The fast check: whether every value is exactly the expected one."""
-        return self.quick(source) if self.quick else all(map(self.exact, self.read(source), self.expected))
-
-    def failure(self, source: Any) -> GuardFailure | None:
-        """The thorough check: the failure of the first place whose value is not equivalent, or ``None``."""
-        for place, (now, then) in enumerate(zip(self.read(source), self.expected, strict=True)):
-            if not self.same(now, then):
-                return self.explain(place, then, now)
-        return None
+__all__ = ["Check", "CheckSource", "differs"]
 
 
 def _agree(failure: GuardFailure | None) -> None:

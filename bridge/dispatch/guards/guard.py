@@ -267,9 +267,9 @@ class EntryGuard:
         """
         try:
             leaves = self.arguments.changed_numbers(call)
-            attributes = self.tree.changed_numbers(call.module)
-        except (GuardFailure, KeyError):
+        except GuardFailure:
             return None
+        attributes = self.tree.changed_numbers()
         if leaves is None or attributes is None or not (leaves or attributes) or self.reads.mentions("type"):
             return None
         if not self.arguments.sizes_fit(call):

@@ -86,10 +86,12 @@ def undone(change: Callable[[], Any], undo: Callable[[], Any]) -> Iterator[None]
 
 
 @contextmanager
-def reordered(children: dict[str, nn.Module]) -> Iterator[None]:
-    children["0"] = children.pop("0")
+def reordered(held: dict[str, Any]) -> Iterator[None]:
+    """The first of two entries is the last one."""
+    first, second = held
+    held[first] = held.pop(first)
     yield
-    children["1"] = children.pop("1")
+    held[second] = held.pop(second)
 
 
 @contextmanager
@@ -198,6 +200,10 @@ def nested() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(6)])
 
 
+def rename(module: nn.Module, old: str, new: str) -> None:
+    module._buffers[new] = module._buffers.pop(old)
+
+
 def tensor_of_the_weight(module: nn.Module) -> torch.Tensor:
     return module.layers[0].weight.detach().clone().requires_grad_()
 
@@ -295,6 +301,13 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
         MODULE,
         "order of the submodules of submodule 'layers' changed",
     ),
+    "name of a buffer": (
+        on_module(
+            lambda module: undone(lambda: rename(module, "mean", "other"), lambda: rename(module, "other", "mean"))
+        ),
+        MODULE,
+        "buffer 'mean' was removed",
+    ),
     "hooks": (
         on_module(lambda module: removed_by(module.plain.register_forward_hook(lambda *_: None))),
         MODULE,
@@ -331,12 +344,12 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
         MODULE,
         "parameter 'plain.weight' is no longer tied to 'weight'",
     ),
-    "number of parameters": (
+    "parameters": (
         on_module(lambda module: item(module.plain._parameters, "more", nn.Parameter(torch.ones(1)))),
         MODULE,
         "number of parameters of submodule 'plain': compiled for 2, called with 3",
     ),
-    "number of buffers": (
+    "buffers": (
         on_module(lambda module: item(module.plain._buffers, "more", torch.ones(1))),
         MODULE,
         "number of buffers of submodule 'plain': compiled for 0, called with 1",
@@ -395,7 +408,9 @@ def test_every_condition_has_a_mutation(guarded):
     names = [mode.name for mode in MODES if not mode.name.startswith("CUDA")]  # of modules on CUDA
     names += ["keyword arguments", "structure", "constants", "tensor arguments"]
     names += [f"{name} of {whose}" for whose in ("arguments", "module tensors") for name in of_tensors]
-    names += [*(condition.name for condition in guard.tree._conditions.watched), "reads", "shared memory"]
+    names += sorted({f"{kind}s" for _, expected in guard.tree.reads.modules for kind, _ in expected})
+    names += ["order of submodules", "name of a buffer", "hooks", "attribute names", "ties"]
+    names += ["tensor attributes", "absent tensors", "nested tensors", "reads", "shared memory"]
     assert sorted(names) == sorted(MUTATIONS)
 
 
