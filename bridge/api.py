@@ -217,7 +217,7 @@ def explain(module: nn.Module, *, full: bool = False) -> Report:
         >>> add_tvm_dispatch(module, sample)
         >>> report = explain(module)
         >>> print(report.full)
-        >>> print(report.entries[0].programs[0].source("k0"))
+        >>> print(report.entries[0].programs[0].source("k1"))
     """
 
 

@@ -54,7 +54,7 @@ class Coverage:
         if not self.operations:
             head = f"{self.module_name}: no graph could be captured"
         elif self.unsupported and self.percentage == 100:
-            head = f"{self.module_name}: not supported as a whole; each of its {len(self.operations)} operations is"
+            head = f"{self.module_name}: {len(self.operations)} operations, each of them supported; the whole is not"
         else:
             head = (
                 f"{self.module_name}: {len(self.supported)} of {len(self.operations)} distinct operations supported "
@@ -62,7 +62,7 @@ class Coverage:
             )
         if not self.unsupported:
             return head + "\nnothing stands in the way of add_tvm_dispatch"
-        told = [head, "not supported:", *(f"  {problem}" for problem in self.unsupported)]
+        told = [head, "in the way:", *(f"  {problem}" for problem in self.unsupported)]
         if UnsupportedModule(self.module_name, self.unsupported).is_of_draws:
             told.append("add_tvm_dispatch dispatches the modules inside by themselves, if it can dispatch any")
         if self.ways:

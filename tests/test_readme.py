@@ -113,7 +113,7 @@ def test_the_example_of_the_readme_trains():
     assert (found.hits, sum(found.misses.values())) == (10, 0)
 
 
-@pytest.mark.parametrize("page", ["seeing_inside.md", "first_steps.md", "sizes.md", "draws.md"])
+@pytest.mark.parametrize("page", ["seeing_inside.md", "first_steps.md", "sizes.md", "draws.md", "torch_compile.md"])
 def test_the_examples_of_a_page_run(page):
     names: dict = {}
     for block in code_blocks(ROOT / "docs" / page):

@@ -100,6 +100,8 @@ MAX_ENTRIES = 8
 MAX_LOOPED_ENTRIES = 64
 #: Most unsupported calls that ``on_miss="compile"`` remembers, in order not to try them again.
 MAX_UNSUPPORTED = 64
+#: Seconds of compiling at a call from which on one warning says so.
+LONG_COMPILATION = 10
 #: Consecutive misses for the same cause, before any hit, after which a warning says that no call matches.
 MISSES_BEFORE_WARNING = 3
 
@@ -289,13 +291,11 @@ class Dispatcher:
         if self.budget.allows(failure.field, self.entries.all):
             return True
         if self._noted.first((failure.field, "budget")):
-            log.warning(
+            words = (
                 "%s runs eager from now on where a call differs from all that were compiled in this: %s. It has been "
-                "compiled for several of them, and they did not come back. What helps: %s.",
-                name,
-                failure.reason,
-                advice(failure, compiles=True),
             )
+            words += "compiled for several of them, and they did not come back. What helps: %s."
+            log.warning(words, name, failure.reason, advice(failure, compiles=True))
         return False
 
     def _match(
@@ -357,6 +357,8 @@ class Dispatcher:
                 elif not is_refused_by_eager(error):
                     raise
                 return None  # the eager call raises eager's error, with eager's side effects
+            if entry.compile_seconds >= LONG_COMPILATION and self._noted.first("seconds"):
+                log.warning("%s: a call took %.0f s to compile: %s", call.name, entry.compile_seconds, failure.reason)
             self.learns = False
             self.budget.note_compiled(failure.field, entry)
             self._let_one_leave(call.name, failure)
@@ -402,13 +404,9 @@ class Dispatcher:
         self.entries.drop(oldest)
         self.budget.note_left(oldest)
         if self._noted.first((failure.field, "entries")):
-            log.warning(
-                "%s has %d entries, the most there are; the least recently used one leaves for each new one. What "
-                "keeps differing: %s. Pad or bucket the calls, or leave the rare ones to eager with on_miss='eager'.",
-                name,
-                most,
-                failure.reason,
-            )
+            words = "%s has %d entries, the most there are; the least recently used one leaves for each new one. %s"
+            why = f"What keeps differing: {failure.reason}. Pad or bucket the calls, or leave the rare ones to eager"
+            log.warning(words, name, most, f"{why} with on_miss='eager'.")
 
     def add(self, call: SampleCall) -> Entry:
         """Compiles an entry for a call; it replaces entries that serve the call with another strategy or target.

@@ -289,7 +289,10 @@ class Report:
             lines += entry.lines(self.complete)
         lines += self._counts()
         if not self.complete:
-            lines.append("everything: print(report.full); a kernel: report.entries[0].programs[0].source('k0')")
+            rows = self.entries[0].programs[0].steps if self.entries else ()
+            name = next((row.name.split("_")[0] for row in rows if row.kind == "kernel"), None)
+            hint = f"; a kernel: report.entries[0].programs[0].source({name!r})" if name else ""
+            lines.append(f"everything: print(report.full){hint}")
         return "\n".join(lines)
 
     def _counts(self) -> list[str]:

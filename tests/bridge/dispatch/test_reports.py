@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, examine, explain, stats
 
 
 class Net(nn.Module):
@@ -63,7 +63,7 @@ def test_a_shape_that_parameters_decide_is_refused_once_and_parts_are_offered(fu
 
 
 def test_operations_that_are_supported_are_no_contradiction_to_a_refusal():
-    assert "not supported as a whole; each of its" in str(examine(Net(picks), rows()))
+    assert "each of them supported; the whole is not\nin the way:" in str(examine(Net(picks), rows()))
     assert "100%" not in str(examine(Net(picks), rows()))
 
 
@@ -86,3 +86,20 @@ def test_stats_of_what_torch_compile_has_made_names_its_graphs():
     compiled = torch.compile(nn.Linear(4, 4), backend="tvm_dispatch")
     with pytest.raises(ValueError, match=r"torch.compile made it; bridge.dynamo.graphs\(\)"):
         stats(compiled)
+
+
+def test_a_call_that_is_compiled_for_long_is_told_once(caplog, monkeypatch):
+    monkeypatch.setattr("bridge.dispatch.dispatcher.LONG_COMPILATION", 0)
+    module = add_tvm_dispatch(Net(lambda m, x: m.linear(x)))
+    for count in (3, 5, 1):
+        module(torch.randn(count, 4))
+    told = [each.getMessage() for each in caplog.records if " s to compile: " in each.getMessage()]
+    assert told == ["Net: a call took 0 s to compile: no entry: training, grad mode, args[0] a Tensor"]
+
+
+def test_a_report_names_a_kernel_whose_source_there_is():
+    module = add_tvm_dispatch(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), torch.randn(8, 64))
+    report = explain(module)
+    (line,) = [line for line in str(report).splitlines() if line.startswith("everything: print(report.full)")]
+    assert "def " in eval(line.partition("a kernel: ")[2])
+    assert report.entries[0].programs[0].source("k1", "llvm").startswith("; k1")
