@@ -91,7 +91,7 @@ class _Held:
 
 
 class _Module:
-    """What a call reads of a module; write counts decide while the module's dictionaries are the same ones.
+    """A module with its expected values; write counts decide while the module's dictionaries are the same ones.
 
     Attributes:
         dicts: the registries with entries, except of hooks; ``None`` if nothing counts their writes.
