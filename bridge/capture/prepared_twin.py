@@ -28,7 +28,7 @@ from bridge.base.torch_internals import (
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.rows import memory_of
 from bridge.capture.twin import Twin
-from bridge.guards import in_its_place
+from bridge.guards import in_its_place, reads_as_forward
 from bridge.state import SampleCall, Snapshot, own_attributes
 
 __all__ = ["PreparedTwin", "Protected", "attributes_of", "copier", "own_leaves", "paths_of", "with_attributes"]
@@ -86,20 +86,25 @@ class PreparedTwin:
 # torch's module reads the number of batches as a Python number to divide by it, which a graph cannot hold. While a
 # module is traced, these layers run a forward that divides in a tensor.
 
+_TORCHS_FORWARD = BatchNormBase.forward
+
 
 def averages_cumulatively(layer: nn.Module) -> bool:
     """Whether :func:`cumulative_forward` must replace the layer's forward."""
-    if not isinstance(layer, BatchNormBase) or type(layer).forward is not BatchNormBase.forward:
+    if not isinstance(layer, BatchNormBase) or type(layer).forward is not _TORCHS_FORWARD:
         return False
     counts = layer.num_batches_tracked is not None
     return layer.training and layer.track_running_stats and layer.momentum is None and counts
 
 
+@reads_as_forward
 def cumulative_forward(self: BatchNormBase, x: Tensor) -> Tensor:
     """``_BatchNorm.forward`` with the new batch's weight, ``1 / num_batches_tracked``, as a tensor.
 
     Like torch's kernel, it uses float32 for half types, and keeps the running statistics for an empty batch.
     """
+    if not (self.training and self.track_running_stats and self.momentum is None):
+        return type(self).forward(self, x)
     self._check_input_dim(x)
     self.num_batches_tracked.add_(1)
     y = functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)

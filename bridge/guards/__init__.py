@@ -4,7 +4,7 @@ from bridge.guards.changes import read_later
 from bridge.guards.conditions import ReadGuard
 from bridge.guards.functions import audited, rebound_count, tables
 from bridge.guards.kinds import contents_of, put_back
-from bridge.guards.machinery import in_its_place
+from bridge.guards.machinery import in_its_place, reads_as_forward
 from bridge.guards.modules import ATTRIBUTE, TRAINING, ModulePlace, walks
 from bridge.guards.objects import is_changeable
 from bridge.guards.recording import Reads, profiled
@@ -15,4 +15,4 @@ from bridge.guards.watched import ABSENT, ClosureCell, Contents, Name, Place, Sl
 __all__ = ["ABSENT", "ADDRESSES", "ATTRIBUTE", "TRAINING", "ClosureCell", "Contents", "ModulePlace", "Name", "Place"]
 __all__ += ["ReadGuard", "Reads", "Settling", "Slot", "TensorReads", "Undo", "alike", "audited", "contents_of"]
 __all__ += ["in_its_place", "is_changeable", "needs_first_call", "profiled", "put_back", "read_later"]
-__all__ += ["rebound_count", "recorded_reads", "slot_of", "tables", "told_otherwise", "undo", "walks"]
+__all__ += ["reads_as_forward", "rebound_count", "recorded_reads", "slot_of", "tables", "told_otherwise", "undo", "walks"]

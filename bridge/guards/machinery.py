@@ -14,7 +14,7 @@ from bridge.base.errors import TORCH_DIR, is_pythons_file
 from bridge.base.torch_internals import COMPILING
 
 __all__ = ["ASKED_PYTHON", "CALLED", "CALLING", "CHANGING_PYTHON", "LOOKING", "OWN"]
-__all__ += ["in_its_place", "is_in_its_place", "is_library", "is_machinery"]
+__all__ += ["in_its_place", "is_in_its_place", "is_library", "is_machinery", "reads_as_forward"]
 
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCHS = """
@@ -83,12 +83,22 @@ def is_library(filename: str) -> bool:
 
 
 _IN_ITS_PLACE = "bridge: runs in the place of a function that forward calls"
+_READS = "bridge: runs in the place of a forward, and its reads count"
 
 
 def in_its_place(function: Any) -> Any:
     """Marks a function of this package that runs in the place of a function that forward calls, and calls it."""
+    return _marked(function, _IN_ITS_PLACE)
+
+
+def reads_as_forward(function: Any) -> Any:
+    """Marks a function of this package that stands for a layer's forward: its reads count as forward's."""
+    return _marked(function, _READS)
+
+
+def _marked(function: Any, mark: str) -> Any:
     code = function.__code__
-    function.__code__ = code.replace(co_consts=(*code.co_consts, _IN_ITS_PLACE))
+    function.__code__ = code.replace(co_consts=(*code.co_consts, mark))
     return function
 
 
@@ -98,6 +108,8 @@ def is_in_its_place(code: CodeType) -> bool:
 
 def is_machinery(code: CodeType, namespace: dict[str, Any]) -> bool:
     """Whether a function's reads do not count as forward's; ``namespace``: its globals."""
+    if code.co_consts[-1:] == (_READS,):
+        return False
     if (
         any(each in code.co_filename for each in _PACKAGES)
         or code in _FINALIZERS

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.base.errors import DispatchMiss
@@ -123,3 +126,37 @@ def test_an_arguments_history_is_refused_by_name(read):
     assert module(x) is not x
     with pytest.raises(UnsupportedModule, match="grad_fn of an argument"):
         add_tvm_dispatch(module, x)
+
+
+def _doubled(forward):
+    return lambda *given: 2 * forward(*given)
+
+
+BATCH_NORM = {
+    "eps": (lambda norm: setattr(norm, "eps", 0.5), "attribute 'eps'"),
+    "momentum": (lambda norm: setattr(norm, "momentum", 0.3), "attribute 'momentum'"),
+    "statistics": (lambda norm: setattr(norm, "track_running_stats", False), "attribute 'track_running_stats'"),
+    "forward": (lambda norm: setattr(_BatchNorm, "forward", _doubled(_BatchNorm.forward)), "forward of class"),
+    "function": (lambda norm: setattr(F, "batch_norm", lambda x, *rest: 2 * x), "global 'torch.nn.functional.batch_norm'"),
+}
+
+
+@pytest.mark.parametrize("mode", ["refuse", "compile"])
+@pytest.mark.parametrize("case", BATCH_NORM)
+def test_what_a_batch_norm_with_cumulative_averages_reads_is_a_condition(case, mode, monkeypatch):
+    """Its forward is replaced while it is recorded; so its reads are those of the stand-in."""
+    monkeypatch.setattr(_BatchNorm, "forward", _BatchNorm.forward)  # put back afterwards
+    monkeypatch.setattr(F, "batch_norm", F.batch_norm)
+    torch.manual_seed(0)
+    x, module = torch.randn(5, 3, dtype=torch.float64), nn.Sequential(nn.BatchNorm1d(3, momentum=None)).double()
+    twin = copy.deepcopy(module)
+    add_tvm_dispatch(module, x, on_miss="compile" if mode == "compile" else "eager")
+    change, reason = BATCH_NORM[case]
+    for step in range(3):
+        for norm in (twin[0], module[0]) if step == 1 and case not in ("forward", "function") else ():
+            change(norm)
+        if step == 1 and case in ("forward", "function"):
+            change(None)
+        assert torch.allclose(module(x), twin(x), atol=1e-12)
+        assert all(map(torch.allclose, module.buffers(), twin.buffers()))
+    assert mode == "compile" or (stats(module).hits == 1 and reason in str(stats(module).misses))
