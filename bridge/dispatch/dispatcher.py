@@ -88,10 +88,6 @@ def call_with_hooks(module: nn.Module, forward: Callable[..., Any], args: tuple,
     return _Shell(module, forward)._call_impl(*args, **kwargs)
 
 
-def _eager(module: nn.Module) -> Callable[..., Any]:
-    return module._call_impl if has_global_hooks() else module.forward
-
-
 log, guards_log = channel("dispatch"), channel("guards")
 
 #: Most entries that ``on_miss="compile"`` keeps; the least recently used one is dropped.
@@ -209,7 +205,7 @@ class Dispatcher:
         """
         failed = None
         if self.entries.group is not None:
-            return self._together(SampleCall(module, args, kwargs), eager or _eager(module))
+            return self._together(SampleCall(module, args, kwargs), eager or module._call_impl)
         try:
             for entry in self.entries.all:
                 inputs = entry.guard.check(module, args, kwargs)
@@ -217,7 +213,7 @@ class Dispatcher:
                     return entry.__call__(inputs, module)  # a method is entered without a call from C
         except GuardFailure as failure:
             failed = failure
-        return self._look_closer(SampleCall(module, args, kwargs), eager or _eager(module), failed)
+        return self._look_closer(SampleCall(module, args, kwargs), eager or module._call_impl, failed)
 
     def _together(self, call: SampleCall, eager: Any) -> Any:
         """Runs the matching entry if the other processes run the same one, else eager."""
