@@ -231,3 +231,12 @@ def test_others_are_refused_by_name(make, words):
         add_tvm_dispatch(module, x)
     assert examine(module, x).unsupported
     assert "_compiled_call_impl" not in vars(module)
+
+
+def test_a_call_that_misses_is_torchs_whole_call(monkeypatch):
+    """A replaced ``nn.Module._call_impl`` runs for the dispatched module, as for the modules inside of it."""
+    x, module = torch.ones(2, 3), nn.Sequential(nn.Linear(3, 3))
+    add_tvm_dispatch(module, x)
+    own = nn.Module._call_impl
+    monkeypatch.setattr(nn.Module, "_call_impl", lambda self, *args, **kwargs: 2 * own(self, *args, **kwargs))
+    assert torch.allclose(module(x), 4 * nn.functional.linear(x, module[0].weight, module[0].bias))
