@@ -15,4 +15,13 @@ from bridge.guards.watched import ABSENT, ClosureCell, Contents, Name, Place, Sl
 __all__ = ["ABSENT", "ADDRESSES", "ATTRIBUTE", "TRAINING", "ClosureCell", "Contents", "ModulePlace", "Name", "Place"]
 __all__ += ["ReadGuard", "Reads", "Settling", "Slot", "TensorReads", "Undo", "alike", "audited", "contents_of"]
 __all__ += ["in_its_place", "is_changeable", "needs_first_call", "profiled", "put_back", "read_later"]
-__all__ += ["reads_as_forward", "rebound_count", "recorded_reads", "slot_of", "tables", "told_otherwise", "undo", "walks"]
+__all__ += [
+    "reads_as_forward",
+    "rebound_count",
+    "recorded_reads",
+    "slot_of",
+    "tables",
+    "told_otherwise",
+    "undo",
+    "walks",
+]

@@ -137,7 +137,7 @@ BATCH_NORM = {
     "momentum": (lambda norm: setattr(norm, "momentum", 0.3), "attribute 'momentum'"),
     "statistics": (lambda norm: setattr(norm, "track_running_stats", False), "attribute 'track_running_stats'"),
     "forward": (lambda norm: setattr(_BatchNorm, "forward", _doubled(_BatchNorm.forward)), "forward of class"),
-    "function": (lambda norm: setattr(F, "batch_norm", lambda x, *rest: 2 * x), "global 'torch.nn.functional.batch_norm'"),
+    "function": (lambda norm: setattr(F, "batch_norm", lambda x, *rest: 2 * x), "functional.batch_norm' changed"),
 }
 
 
