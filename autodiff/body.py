@@ -397,8 +397,7 @@ def size(value: Dim, like: Expr) -> Expr:
 
 
 def ratio(numerator: int, denominator: Dim, like: Expr) -> Expr:
-    """``numerator / denominator`` in float64, rounded to the element type of ``like``: the same bits for a size that
-    is a number and for an extent of that size."""
+    """A quotient of sizes in float64, rounded to the type of ``like``: an extent gives the bits of its number."""
     if not isinstance(denominator, Extent):
         return const(numerator / denominator, like)
     exact = op.divide(const(numerator, "float64"), number(denominator, "float64"))

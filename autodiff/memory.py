@@ -107,7 +107,7 @@ def _read_anew(
 def with_own_results(
     body: Body, active: Pairs, owners: Mapping[str, str], again: Collection[int]
 ) -> tuple[Pairs, Mapping[str, str]]:
-    """Lets gradients of normalizations of memory recompute the result from memory: autograd saves the input."""
+    """Makes gradients of normalizations recompute the result from the input's memory: autograd saves the input."""
     parameters, supply = body.parameters(), NameSupply(body.names())
     shown = {parameters[place] for place in again}
     for binding in body.bindings if again else ():

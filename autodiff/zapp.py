@@ -177,8 +177,7 @@ def _reshape(call: Call, scope: Scope) -> Expr | None:
 
 
 def reshaped(value: Expr, extents: Sequence[Dim]) -> Expr:
-    """A ``reshape``, or zeros for a result without elements: Relax's reshape reads an extent of 0 as "copy the
-    extent"."""
+    """``reshape``, or zeros for a result without elements, since Relax reads an extent of 0 as "copy the extent"."""
     return op.zeros(list(extents), dtype(value)) if 0 in extents else op.reshape(value, list(extents))
 
 

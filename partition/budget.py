@@ -47,8 +47,7 @@ Vertex = TypeVar("Node")
 
 @dataclass(frozen=True)
 class Cut:
-    """A minimum cut: the values saved, in joint order, and the integer cost; or, if there is no finite cut,
-    ``blocked``: the values along an infinite path."""
+    """A minimum cut: saved values in joint order, and its cost; ``blocked``: an infinite path, if none is finite."""
 
     saved: tuple[str, ...] = ()
     cost: int = 0

@@ -165,8 +165,7 @@ def recompute_cost(graph: JointGraph, name: str) -> int:
 
 
 def materialized(graph: JointGraph, name: str) -> bool:
-    """Whether the forward writes a value to memory even if it is not saved: its operator, or a reader, is a kernel that
-    does not fuse."""
+    """Whether the forward stores a value in any case: its own kernel, or a reader's, does not fuse."""
     fuses = any(graph.nodes[name].op in each for each in (CHEAP, TRANSCENDENTAL, VIEWS, SLICES))
     return not fuses or read_by_kernel(graph, name, graph.forward)
 

@@ -61,7 +61,7 @@ def is_product(value: Expr) -> bool:
 
 
 def batches(value: Expr, xs: Collection[int]) -> bool:
-    """Whether a call can run once for all steps, with the steps in front of the arguments at the indices ``xs``."""
+    """Whether one call can replace a step's calls; the arguments at the indices ``xs`` are stacked over the steps."""
     name = op_name(value)
     if name == "relax.matmul":
         left, right = (len(shape(arg)) for arg in value.args[:])
@@ -72,7 +72,7 @@ def batches(value: Expr, xs: Collection[int]) -> bool:
 
 
 def batched(value: Expr, steps: int, constants: Arguments, xs: Arguments, emit: Emit) -> Expr:
-    """A step's call -> the call for all steps; its result, and ``xs`` by argument index, have the steps in front."""
+    """Batching: a step's call -> one call for all steps; ``xs``, by argument index, and the result are stacked."""
     return _RULES.get(op_name(value), _elementwise)(value, steps, constants, xs, emit)
 
 
@@ -283,8 +283,10 @@ def _renamed(value: Expr, inner: dict[Var, Var]) -> Iterator[Expr]:
 
 
 def turned_inside(func: Function) -> Function:
-    """The function with scans that transpose constant matrices themselves; the same object if there are none. Only for
-    differentiated functions: the new scans have no gradients."""
+    """Transpose sinking into scans: transposes of a scan's constant matrices move into its body.
+
+    The same object if there are none. Only for differentiated functions: the new scans have no gradients.
+    """
     values = dict(bindings(func))
     made = {var: _turned(value, values) if is_scan(value) else value for var, value in values.items()}
     if all(made[var] is value for var, value in values.items()):

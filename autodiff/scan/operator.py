@@ -146,7 +146,7 @@ def scan_of(call: Call) -> tuple[Scan, list[Expr]]:
 
 @functools.lru_cache(maxsize=64)
 def read(options: str) -> Scan:
-    """Parses options."""
+    """A call's options as JSON text -> the scan."""
     return Scan(**json.loads(options))
 
 

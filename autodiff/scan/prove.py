@@ -100,7 +100,7 @@ def _repeats(run: PeriodicRun, other: PeriodicRun) -> bool:
 
 
 class Producer(NamedTuple):
-    """The origin of a value: the ``leaf``-th result of a row; a negative row: an input."""
+    """Definition of a value: result ``leaf`` of a row; a negative row is an input."""
 
     row: int
     leaf: int
@@ -114,8 +114,10 @@ class Local(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """The ``leaf``-th result of row ``row`` of the previous step; in the first step the value ``first``. For an earlier
-    step: the value of the carry ``of`` in the previous step."""
+    """Loop-carried value: result ``leaf`` of row ``row`` in the previous step; ``first`` in the first step.
+
+    ``of``: for a value of an earlier step, the carry that it was in the previous step.
+    """
 
     row: int
     leaf: int
@@ -140,8 +142,10 @@ class Part(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """A part for each step: the first one's begin, and the distance of each next begin along the axis (may be
-    negative). ``of``: a value, or all steps of an earlier loop's row: ``(loop, row, leaf)``."""
+    """Slices that advance with the steps: the first begin, and the increment per step along the axis (may be negative).
+
+    ``of``: the sliced value, or all steps of an earlier loop's row: ``(loop, row, leaf)``.
+    """
 
     of: Any
     dim: int

@@ -83,8 +83,10 @@ class BackwardStep:
 
 
 def reverse_scan(scan: Scan, step: BackwardStep, sums_later: bool = False) -> Function | None:
-    """The backward of a scan: the forward's tensors, its results, gradients of ``step.differentiated`` -> gradients of
-    ``step.wanted``. ``None`` if TVM's JSON cannot hold the backward's body.
+    """Builds the backward of a scan; ``None`` if TVM's JSON cannot hold its body.
+
+    Its parameters: the forward's tensors, its results, gradients of ``step.differentiated``; its results: gradients
+    of ``step.wanted``.
 
     Args:
         scan: the forward, whose results include the saved tensors.
@@ -324,8 +326,7 @@ def gradient_of(step: BackwardStep, sums_later: bool) -> dict[str, Any]:
 
 
 def backward_of(scan: Scan) -> Function:
-    """The backward of a scan with a gradient: tensors, results, gradients of the differentiated results → gradients of
-    the wanted tensors."""
+    """The backward of a scan whose options have a gradient, as :func:`reverse_scan` builds it."""
     told = scan.gradient
     params = tuple(BackwardParameter(*each) for each in told["params"])
     after = {carry: y for carry, y in told["after"]}

@@ -125,6 +125,7 @@ NULL_BEHIND = sys.version_info >= (3, 13)
 
 
 def joined(*sets: frozenset) -> frozenset:
+    """The union of sets."""
     return frozenset().union(*sets)
 
 
@@ -135,6 +136,7 @@ def is_local(source: Source) -> bool:
 
 
 def without_locals(value: frozenset) -> frozenset:
+    """The sources that are not computed from local variables."""
     return frozenset(source for source in value if not is_local(source))
 
 

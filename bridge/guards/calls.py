@@ -63,7 +63,7 @@ def _hand_on_showing(args: Iterable[list[Any]]) -> bool:
 
 
 class CallAnalysis(Sources):
-    """A world in which functions run and call others."""
+    """Call analysis: profiler events of calls and returns → the reads of the called functions, noted in the world."""
 
     def _c_call(self, frame: FrameType, known: Frame, function: Any) -> None:
         place = known.flow.at(frame.f_lasti)

@@ -92,8 +92,9 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 @functools.cache
 def rebound_count() -> list[float]:
-    """The process's count of writes to functions' code and defaults, objects' classes and classes' bases, as the item
-    of a list; it is nan, which equals no earlier count, if this Python does not report all of them.
+    """Count of the process's writes to functions' code and defaults, objects' classes and classes' bases, in a list.
+
+    It is nan, which equals no earlier count, if this Python does not report all of these writes.
 
     An event comes just before its write: a count that was seen twice tells that the writes up to it are done.
     """

@@ -24,7 +24,7 @@ _DEEP = 5
 
 
 class Insides(World):
-    """A world whose objects' contents are noted as well.
+    """Contents analysis: reads of containers and other objects → watched places of their entries.
 
     Attributes:
         writes: how often contents may have been written.

@@ -94,7 +94,7 @@ def effect_of(owner: Any, name: str) -> tuple[str, str] | None:
 
 
 def paired(function: Any) -> tuple[int, Callable[[], Any], tuple[str, str]] | None:
-    """Of a method whose effect another one ends: 1 or -1, a function that ends it, and the refusal of one alone.
+    """Paired effect (acquire, release; set, reset): a method → 1 or -1, its undo function, an unpaired one's refusal.
 
     Locks of several processes are acquired in code that is not followed as well: only their pairs are known.
     """
@@ -107,7 +107,7 @@ def paired(function: Any) -> tuple[int, Callable[[], Any], tuple[str, str]] | No
 
 
 def effect_on_memory(owner: Any, name: str) -> tuple[str, str] | None:
-    """The same for a method of a tensor's storage that no operator shows, known or not."""
+    """The reason why a compiled call cannot run a method of a tensor's storage, and the remedy; ``None`` if it can."""
     if is_a(owner, torch.UntypedStorage) and name in ("resize_", "_set_from_file", "_unsafe_set_cdata"):
         return "frees or grows a tensor's memory, or puts another in its place; a compiled call does not", OUTSIDE
     return None
@@ -356,7 +356,7 @@ _SCALARS = ("floating", "complexfloating", "signedinteger", "unsignedinteger", "
 
 
 def is_told(kind: type) -> bool:
-    """Whether objects of a class never change, and their text shows all their state."""
+    """Whether a class is immutable with all of its state in its text (``repr``)."""
     return (kind.__module__, kind.__name__) in _TOLD or (
         kind.__module__ == "numpy" and kind.__base__.__name__ in _SCALARS
     )
@@ -465,4 +465,5 @@ def is_key(key: Any) -> bool:
 
 
 def key_of(value: Any) -> Any:
+    """A hashable key of an object: type and value of a plain one, else the identity."""
     return (type(value), value) if type(value) in PLAIN else id(value)

@@ -87,7 +87,7 @@ _READS = "bridge: runs in the place of a forward, and its reads count"
 
 
 def in_its_place(function: Any) -> Any:
-    """Marks a function of this package that runs in the place of a function that forward calls, and calls it."""
+    """Decorator: marks a wrapper of this package around a function that forward calls, in the constants of its code."""
     return _marked(function, _IN_ITS_PLACE)
 
 
@@ -103,6 +103,7 @@ def _marked(function: Any, mark: str) -> Any:
 
 
 def is_in_its_place(code: CodeType) -> bool:
+    """Whether code is of a wrapper that :func:`in_its_place` has marked."""
     return code.co_consts[-1:] == (_IN_ITS_PLACE,)
 
 

@@ -42,7 +42,7 @@ Label = tuple[str, Any]
 
 
 def walks(names: Iterable[str]) -> bool:
-    """Whether names that forward looked up include a walk through a module."""
+    """Whether forward looked up a name that iterates over a module's tree (``parameters``, ``modules``, …)."""
     return not _WALKS.isdisjoint(names)
 
 

@@ -53,7 +53,7 @@ _NOTES = ("__abstractmethods__", "_abc_impl", "__doc__", "__weakref__", "__dict_
 
 @dataclass(frozen=True)
 class Instance:
-    """Stands for a value that is not kept, such as a tensor that the call computes."""
+    """Placeholder for a value that the analysis does not hold, such as a computed tensor: its class alone."""
 
     kind: type
 
@@ -98,6 +98,7 @@ def inner_function(value: Any) -> Any:
 
 
 def is_ours(value: Any) -> bool:
+    """Whether an object's class, or the function behind it, is of this package."""
     made = inner_function(value)
     return type(value).__module__.startswith("bridge.") or (
         made is not None and str(made.__module__).startswith("bridge.")
@@ -163,7 +164,7 @@ def identity_of(value: Any) -> Any:
 
 
 def interesting(value: Any) -> list[Any]:
-    """An object as a list; empty if it is absent or of a type that never changes."""
+    """A list of the object; empty if it is absent or of an immutable type, whose reads need no guard."""
     return [] if value is ABSENT or type(value) in PLAIN else [value]
 
 
@@ -217,7 +218,7 @@ Read = tuple[Any, ...]
 
 
 class Strangers:
-    """Objects without a known place, and the reads of each: a method of the world and its arguments."""
+    """Objects that no known place leads to → the ones that existed before the run, with their reads."""
 
     def __init__(self) -> None:
         self._held: dict[int, Any] = {}

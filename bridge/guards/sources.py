@@ -41,7 +41,7 @@ _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "%": oper
 
 
 class Held(NamedTuple):
-    """The possible values of a variable, and the possible contents of its containers and results, by identity."""
+    """Points-to sets of a variable, by identity: its possible values, and the possible contents of these containers."""
 
     values: dict[Any, Any]
     inside: dict[Any, Any]
@@ -103,7 +103,7 @@ class Frame:
 
 
 class Sources(Insides):
-    """A world with running functions."""
+    """Data-flow evaluation: sources in the code of running functions → the objects that they may be."""
 
     def _constants(self, frame: Frame, sources: Iterable[Source]) -> list[Any]:
         """The values of sources, including plain ones (numbers, strings), as for keys and arguments of C functions."""

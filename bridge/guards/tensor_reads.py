@@ -89,7 +89,7 @@ class TensorReads:
 def told_otherwise(
     reads: Any, given: Sequence[tuple[int, Any, Any]], owned: Sequence[Any], name: str
 ) -> Iterator[Unsupported]:
-    """Refusals of reads that an argument and the run's own tensor answer differently; ``owned``: the module's own."""
+    """Refusals of reads that differ between an argument and its stand-in in the run; ``owned``: the module's."""
     hint = "do not let forward depend on it"
     for place, argument, own in given:
         for asked in [asked for of, asked in reads.tensors.asked if of == place]:

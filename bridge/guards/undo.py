@@ -120,7 +120,7 @@ def undo(module: nn.Module | None = None) -> Iterator[Undo]:
 
 
 def needs_first_call() -> None:
-    """Tells each active :func:`undo` that the recorded call is not the first one, which behaves differently."""
+    """Notes in each active :func:`undo` that the recorded call is a later one, which differs from the first."""
     for each in getattr(_active, "undos", ()):
         each.is_later = True
 

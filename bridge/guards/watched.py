@@ -301,8 +301,7 @@ class Answer(Watched):
 
 
 def contents_at(place: Watched) -> Any:
-    """The contents of a container at a place, at any depth, as nested lists: forward makes the container anew, so that
-    nothing else tells whether the caller has changed it."""
+    """Deep snapshot of a container that forward makes anew: a place → nested lists, which show the caller's changes."""
     return _nested(place.read())
 
 
