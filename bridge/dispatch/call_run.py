@@ -79,9 +79,7 @@ class CallRun:
         after: actions on the results that autograd returned.
     """
 
-    def __init__(
-        self, given: Sequence[steps.CallStep], programs: Programs, guard: EntryGuard | None, captured: Captured
-    ):
+    def __init__(self, given: Sequence[steps.CallStep], programs: Programs, guard: EntryGuard, captured: Captured):
         self.programs, execute, device_type = programs, programs.forward.run, programs.device_type
         makers: dict[type, tuple[list[Action], Callable[[Any], Action]]] = {}
         results = next(step for step in given if isinstance(step, steps.Results))
@@ -110,7 +108,7 @@ class CallRun:
             if type(step) in makers and not (type(step) is steps.ReadNumbers and step.counts):
                 actions, make = makers[type(step)]
                 act = make(step)
-                actions.append(partial(_out_of_sight, act) if guard is not None and guard.has_default_device else act)
+                actions.append(partial(_out_of_sight, act) if guard.has_default_device else act)
 
 
 def _out_of_sight(act: Action, call: CallValues) -> None:

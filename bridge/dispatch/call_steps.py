@@ -350,13 +350,12 @@ def _draw(draw: Draw) -> str:
 
 
 def plan_call(
-    lowered: LoweredCall, programs: Any, guard: EntryGuard | None, observed: Observed | None = None
+    lowered: LoweredCall, programs: Any, guard: EntryGuard, observed: Observed | None = None
 ) -> tuple[CallStep, ...]:
     """The steps of a call, from the guard to the module's result, without idle ones.
 
     Args:
         programs: the compiled :class:`bridge.dispatch.programs.Programs`.
-        guard: ``None`` if the caller provides the inputs.
         observed: with dynamic shapes, draws and results for the call's sizes.
     """
     forward, masks, eager = programs.forward.program, programs.masks, programs.eager_backward
@@ -365,7 +364,7 @@ def plan_call(
     inputs = input_names(lowered)
     draws = lowered.parameter_names[len(inputs) :]
     values = _result_names(lowered)
-    numbers = [place.name or f"argument {place.leaf}" for place in guard.numbers] if guard is not None else []
+    numbers = [place.name or f"argument {place.leaf}" for place in guard.numbers]
     strided = [
         name
         for name, fake in zip(inputs[len(captured.module_tensors) :], captured.given.tensors, strict=False)
@@ -396,14 +395,14 @@ def plan_call(
         before = len(inputs) + len(imported.input_draws) - 1
         found.append(Generator(before, first_buffer + len(captured.mutated)))
     if lowered.differentiable:
-        found.append(_save(lowered, inputs + draws, values, () if eager is None else eager.held, guard))
+        found.append(_save(lowered, inputs + draws, values, () if eager is None else eager.held))
     if captured.mutated:
         places = enumerate((index for index, _ in captured.mutated), first_buffer)
         written = tuple((index, result, inputs[index]) for result, index in places)
         found.append(WriteBack(written, captured.observation.counted & {index for index, *_ in written}))
     spec = captured.observation.out_spec
     found.append(Results(observed.outputs, imported.output_of, spec, inputs))
-    if guard is not None and guard.tree.sets_attributes:
+    if guard.tree.sets_attributes:
         found.append(SetAttributes(captured.state.counters, tuple(each.name for each in captured.state.kept)))
     return tuple(found)
 
@@ -451,9 +450,7 @@ def _result_names(lowered: LoweredCall) -> tuple[str, ...]:
     return tuple(names())
 
 
-def _save(
-    lowered: LoweredCall, primals: Sequence[str], values: Sequence[str], beside: Sequence[int], guard: EntryGuard | None
-) -> Save:
+def _save(lowered: LoweredCall, primals: Sequence[str], values: Sequence[str], beside: Sequence[int]) -> Save:
     """Plans the saved tensors of a call: which to copy, to detach, to hold and to watch."""
     plan, captured = lowered.plan, lowered.captured
     changed = {index for index, _ in captured.mutated}
@@ -466,8 +463,7 @@ def _save(
     aliased_outputs = (  # a saved output that is not detached costs autograd more, and tells it nothing more
         len(saved) + place for place, index in enumerate(outputs) if memory.get(index) in (None, *aliased)
     )
-    owned = captured.module_tensors if guard is not None else ()  # only a guarded module's parameters are leaves
-    leaves = {index for index, each in enumerate(owned) if each.kind == "parameter"}
+    leaves = {index for index, each in enumerate(captured.module_tensors) if each.kind == "parameter"}
     return Save(
         saved,
         tuple(place for place, index in enumerate(saved) if index in changed or index in apart),

@@ -90,6 +90,9 @@ def call_with_hooks(module: nn.Module, forward: Callable[..., Any], args: tuple,
 
 log, guards_log = channel("dispatch"), channel("guards")
 
+Match = tuple[Entry, list[torch.Tensor]] | GuardFailure
+"""The entry that serves a call and its inputs, or the condition that the closest entry fails."""
+
 #: Most entries that ``on_miss="compile"`` keeps; the least recently used one is dropped.
 MAX_ENTRIES = 8
 #: The limit if the newest entry has loops: each length has an entry, which compiles no kernels.
@@ -147,6 +150,8 @@ class Dispatcher:
         entries: the entries and the misses; ``stats``: the user's view of them.
         options: the user's options; :meth:`take` sets them.
         graphs: control and statistics of the programs' CUDA graphs.
+        most: most entries that misses add; the least recently used one is dropped.
+        measures: whether to time a small entry beside eager.
         learns: whether to compile the next call that misses whatever ``on_miss`` is, since there was no sample.
         on_refused: if set, called instead of a warning with the guard that a call fails and the reason why no entry
             serves it; also for failures of the compiler, after which the call runs eager.
@@ -155,7 +160,7 @@ class Dispatcher:
     def __init__(self, module: nn.Module, options: DispatchOptions):
         self._module = weakref.ref(module)  # the module owns its dispatcher, not the other way round
         self.options = options
-        self.learns = False
+        self.most, self.learns, self.measures = MAX_ENTRIES, False, True
         self.on_refused: Callable[[str, object], None] | None = None
         self.entries = Entries()
         self.graphs = RecordedGraphs(options.cuda_graphs)
@@ -248,8 +253,8 @@ class Dispatcher:
             return self._look_closer(call, eager, found)  # another entry may match the branch that the call takes
         return self._miss(call, found, eager)
 
-    def _learned(self, call: SampleCall, found: GuardFailure) -> tuple[Entry, list[torch.Tensor]] | None:
-        """A new entry for a call that missed, with its inputs; ``None`` if the call is not to be compiled."""
+    def _learned(self, call: SampleCall, found: GuardFailure) -> Match | None:
+        """A new entry for a call that missed, with its inputs; or the condition that it fails; ``None``: no entry."""
         if not self._compiles:
             return None
         if not self.entries.all and uninitialized(call.module):
@@ -294,9 +299,7 @@ class Dispatcher:
             log.warning(words, name, failure.reason, advice(failure, compiles=True))
         return False
 
-    def _match(
-        self, call: SampleCall, failed: GuardFailure | None = None
-    ) -> tuple[Entry, list[torch.Tensor]] | GuardFailure:
+    def _match(self, call: SampleCall, failed: GuardFailure | None = None) -> Match:
         """The matching entry and its inputs, or the guard failure of the closest entry.
 
         ``failed``: the failure of the entries that were tried already.
@@ -313,8 +316,9 @@ class Dispatcher:
         return closest or no_entry(call)
 
     @interrupts_deferred()
-    def _compile(self, call: SampleCall, failure: GuardFailure) -> tuple[Entry, list[torch.Tensor]] | None:
-        """A new entry for the call, with its inputs; ``None``: unsupported, which is remembered and logged."""
+    def _compile(self, call: SampleCall, failure: GuardFailure) -> Match | None:
+        """A new entry for the call, with its inputs, or the condition that it fails; ``None``: unsupported, which is
+        remembered and logged."""
         with self._adding:
             found = self._match(call, failure if failure.tried else None)
             if not isinstance(found, GuardFailure):  # another thread was quicker
@@ -346,7 +350,7 @@ class Dispatcher:
                     return None
                 self.entries.drop(entry)  # it was added, but does not serve the call that it was made for
                 self._leave_to_eager(call.name, still, "it would never be dispatched")
-                return None
+                return still
             except Exception as error:
                 if isinstance(error, CompilationError) and self.on_refused is not None:
                     self._leave_to_eager(call.name, failure, error)
@@ -360,9 +364,7 @@ class Dispatcher:
             self._let_one_leave(call.name, failure)
             return entry, inputs
 
-    def _divided(
-        self, call: SampleCall, failure: GuardFailure, refused: UnsupportedModule
-    ) -> tuple[Entry, list[torch.Tensor]] | None:
+    def _divided(self, call: SampleCall, failure: GuardFailure, refused: UnsupportedModule) -> Match | None:
         """Dispatches submodules and leaves the call to eager; if none can be dispatched, compiles the whole call."""
         try:
             self.options.divide(call, refused, self.options)
@@ -393,7 +395,7 @@ class Dispatcher:
     def _let_one_leave(self, name: str, failure: GuardFailure) -> None:
         """Drops the least recently used entry if there are too many; warns once per failing guard."""
         entries = self.entries.all
-        most = MAX_LOOPED_ENTRIES if entries[-1].has_loops else MAX_ENTRIES
+        most = MAX_LOOPED_ENTRIES if entries[-1].has_loops else self.most
         if len(entries) <= most:
             return
         oldest = min(entries[:-1], key=lambda entry: entry.last_used)
@@ -439,9 +441,9 @@ class Dispatcher:
         for served in replaced:
             if self._is_alike(served, backend, dims):
                 return served
-        if not (entry.has_loops and any(known.has_loops for known in self.entries.all)):  # once, not for each length
-            with entry.guard.trial():
-                entry.worth = measure_profitability(entry, call)
+        is_of_another_length = entry.has_loops and any(known.has_loops for known in self.entries.all)
+        if self.measures and not is_of_another_length:
+            entry.worth = measure_profitability(entry, call)
         if entry.worth is not None and entry.worth.is_slower and self._noted.first(TOO_SMALL):
             log.warning("%s: %s. %s", call.name, entry.worth, TOO_SMALL)
         for said in filter(self._noted.first, entry.guard.reads.says):

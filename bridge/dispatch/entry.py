@@ -30,7 +30,7 @@ from bridge.compile import Backend, Program, RecordedGraphs, RunLoop, evaluator
 from bridge.dispatch.autograd import apply, apply_in_nodes
 from bridge.dispatch.call_run import CallRun, CallValues
 from bridge.dispatch.call_steps import CallStep, MakeDraws, Results, at_sizes, plan_call
-from bridge.dispatch.guards import ArgumentSizes, EntryGuard, Sizes, argument_sizes
+from bridge.dispatch.guards import EntryGuard, Sizes
 from bridge.dispatch.programs import Programs
 from bridge.dispatch.recompute import Observed, alignments, numbers_read
 from bridge.lowering import LoweredCall
@@ -70,17 +70,14 @@ class EntryOptions:
 class BoundCalls:
     """Cache of an entry with dynamic shapes: sizes of a call → its bound steps. Thread-safe.
 
-    Args:
-        sizes: reads the sizes of a call from its argument tensors.
-
     Attributes:
         replaced_hits: of each entry for fixed sizes whose place this one took, its hits.
     """
 
-    def __init__(self, lowered: LoweredCall, programs: Programs, guard: EntryGuard | None, sizes: ArgumentSizes):
+    def __init__(self, lowered: LoweredCall, programs: Programs, guard: EntryGuard):
         captured = lowered.captured
         self._lowered, self._programs, self._guard = lowered, programs, guard
-        self._sizes = sizes
+        self._sizes = sizes = guard.sizes
         _ = sizes.guards  # compiled now
         self._samples = {symbol.name: size for symbol, size in sizes.scope.samples.items()}
         self._counted = numbers_read(captured.numbers.expressions, captured.device) if captured.sizes.counted else None
@@ -96,10 +93,6 @@ class BoundCalls:
         """The steps of a call with symbolic extents, except the strides of results, which are the sample's."""
         symbolic = {MakeDraws: {"draws": self._symbolic.draws}, Results: {"outputs": self._symbolic.outputs}}
         return tuple(replace(step, **symbolic.get(type(step), {})) for step in self._of_sample)
-
-    def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether argument tensors have sizes that the entry serves, and the compiled strides for these sizes."""
-        return self._sizes.failure(tensors) is None and self._sizes.strided(tensors)
 
     def of(self, call: CallValues) -> CallRun:
         """The bound steps of a call with the guard's inputs; data-dependent sizes are appended to the inputs.
@@ -190,7 +183,7 @@ class Entry:
 
     def __init__(
         self,
-        guard: EntryGuard | None,
+        guard: EntryGuard,
         lowered: LoweredCall,
         programs: Programs,
         options: EntryOptions,
@@ -201,12 +194,11 @@ class Entry:
         self.hits = self.last_used = 0
         self.worth: Any = None
         self.cause: str | None = None
-        self.bound = _bound_calls(lowered, programs, guard)
+        self.bound = None if guard.sizes is None else BoundCalls(lowered, programs, guard)
         if steps is None:
             steps = plan_call(lowered, programs, guard) if self.bound is None else self.bound.steps
-        if guard is not None:
-            drawn = next((step for step in steps if isinstance(step, MakeDraws)), None)
-            guard.inputs.aligned = {} if drawn is None else alignments(drawn.draws, drawn.computed)
+        drawn = next((step for step in steps if isinstance(step, MakeDraws)), None)
+        guard.inputs.aligned = {} if drawn is None else alignments(drawn.draws, drawn.computed)
         backward = programs.backward
         self.steps: tuple[CallStep, ...] = steps if backward is None else (*steps, backward.step)
         if self.bound is None:
@@ -291,7 +283,7 @@ class Entry:
         self.last_used = next(_CLOCK)
         self.hits += 1  # counted first: a checkpoint may stop the call by an exception once it has the saved tensors
         call = CallValues()
-        call.later = None if self.guard is None else self.guard.later
+        call.later = self.guard.later
         call.inputs = call.primals = inputs
         call.module, call.undo, call.beside = module, None, None
         try:
@@ -314,10 +306,3 @@ class Entry:
         for act in run.after:
             act(call)
         return call.result
-
-
-def _bound_calls(lowered: LoweredCall, programs: Programs, guard: EntryGuard | None) -> BoundCalls | None:
-    captured = lowered.captured
-    names = [f"input {place}" for place in range(len(captured.given.tensors) - captured.sizes.counted)]
-    sizes = guard.sizes if guard is not None else argument_sizes(captured, names)
-    return None if sizes is None else BoundCalls(lowered, programs, guard, sizes)

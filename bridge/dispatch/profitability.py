@@ -118,6 +118,12 @@ def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | Non
         return None
     if captured.draws and not is_alone():  # another thread's draws would be repeated
         return None
+    with entry.guard.trial():
+        return _measured(entry, call)
+
+
+def _measured(entry: Entry, call: SampleCall) -> Profitability | None:
+    module = call.module
     try:
         inputs = entry.guard.match(call)
     except GuardFailure:

@@ -14,29 +14,28 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from bridge.base.devices import function_modes, function_modes_aside
-from bridge.base.errors import CompilationError, GuardFailure, UnsupportedModule, user_line
-from bridge.base.lru import LeastRecentlyUsed
+from bridge.base.errors import CompilationError, GuardFailure, Unsupported, UnsupportedModule, user_line
 from bridge.base.threads import interrupts_deferred
 from bridge.capture import is_traced_here
 from bridge.compile import Backend, backend_for
-from bridge.dispatch import MAX_BOUND, MAX_ENTRIES, DispatchStats, Entries, interpreter_state, require_capturable
-from bridge.dynamo.compiled import Compiled, brief, layout
-from bridge.dynamo.graph import inline_checkpoints, numbers_of, read_directly, sizes_of
+from bridge.dispatch import MAX_ENTRIES, Dispatcher, DispatchOptions
+from bridge.dynamo.graph import DynamoGraph, inline_checkpoints, problems_of
 from bridge.lowering import DEFAULT_PARTITION
+from bridge.state import SampleCall
 from partition.cut import resolve as resolve_strategy
 
 __all__ = ["CompiledGraph", "graphs", "tvm_dispatch"]
 
 log = logging.getLogger("bridge.dynamo")
 
+#: Most reasons per graph, and operators per reason, that a message lists.
+MAX_REASONS = 3
 _OPTIONS = ("partition", "target", "max_entries")
 _serial = itertools.count()
 _GRAPHS: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
@@ -89,7 +88,7 @@ def graphs() -> list[CompiledGraph]:
 
 
 class CompiledGraph:
-    """One of Dynamo's graphs. A call runs the matching entry, or the graph in eager.
+    """One of Dynamo's graphs. A call runs the matching entry of the graph's dispatcher, or the graph in eager.
 
     Attributes:
         name: ``"graph 3"``, in the order of compilation.
@@ -102,23 +101,23 @@ class CompiledGraph:
         lines = (user_line(node.meta.get("stack_trace")) for node in graph_module.graph.nodes)
         self.name = f"graph {serial}"
         self.where = next((line for line in lines if line), None)
-        self._entries = Entries()
-        self.stats = DispatchStats(self._entries)
-        self._graph_module = graph_module
-        self._partition = partition
-        self._backend = backend
-        self._max_entries = max_entries
-        self._numbers = numbers_of(graph_module.graph)
-        self._dynamic: frozenset[int] = frozenset()
-        self._compiled: dict[tuple, Compiled | str] = {}
-        sizes = sizes_of(graph_module.graph)
-        self._sizes = sizes if sizes.dims else None
-        self._dynamic_sizes: list[tuple[Any, Compiled]] = []  # with the interpreter's state of each
-        self._known_sizes = LeastRecentlyUsed[tuple, Compiled](MAX_BOUND)
+        self._graph_module, self._region = graph_module, DynamoGraph(graph_module)
+        options = DispatchOptions(partition, "compile", backend, cuda_graphs=False)
+        self._dispatcher = _GraphDispatcher(self._region, options, self._told, max_entries)
+        self.stats = self._dispatcher.stats
+        self._is_sized = bool(self._region.sizes.dims)
+        problems = problems_of(graph_module)
+        self._refused = brief(problems) if problems else None
+        if problems:
+            log.warning("%s runs eager: %s", self._told, self._refused)
         _GRAPHS[serial] = self
 
+    @property
+    def _told(self) -> str:
+        return f"{self.name} ({self.where or 'no source line'})"
+
     def __repr__(self) -> str:
-        return f"{self.name} ({self.where or 'no source line'}): {self.stats!r}"
+        return f"{self._told}: {self.stats!r}"
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs the entry for these inputs, compiling it if need be, or the graph in eager with a counted reason."""
@@ -127,137 +126,81 @@ class CompiledGraph:
         if type(function_modes()) is int and function_modes():  # Dynamo has traced their effects
             with function_modes_aside():
                 return self(*inputs)
-        values = self._values(inputs)
-        key = (*map(layout, values), interpreter_state())
-        compiled = self._compiled.get(key)
-        if compiled is None and self._sizes is not None:
-            if dynamic := self._changed_numbers_of_any_size(values):
-                self._dynamic |= dynamic
-                return self(*inputs)
-            compiled = self._of_any_size(key, values)
-        if compiled is None and (dynamic := self._changed_numbers(key)):
-            self._dynamic |= dynamic
-            return self(*inputs)
-        if compiled is None and len(self._compiled) < self._max_entries:
-            compiled = self._compiled[key] = self._compile(values)
-        if compiled is None:
-            compiled = self._give_up()
-        tried = 0
-        while not isinstance(compiled, str) and (reason := compiled.objection(values)) is None:
-            try:
-                return compiled(values)
-            except GuardFailure as failure:  # the forward program has changed nothing, so the call can begin anew
-                tried += 1
-                if compiled.other is None and failure.__cause__ is None and tried <= self._max_entries:
-                    compiled.other = self._compile(values)
-                compiled = failure.reason if failure.__cause__ else compiled.other or failure.reason
-        self._entries.count_miss(compiled if isinstance(compiled, str) else reason)
-        return self._graph_module(*inputs)
-
-    def _drop(self, compiled: Compiled | str | None) -> None:
-        """Drops an entry, and the entries for the other branches of its calls."""
-        while isinstance(compiled, Compiled):
-            self._entries.drop(compiled.entry)
-            compiled = compiled.other
-
-    def _of_any_size(self, key: tuple, values: Sequence[Any]) -> Compiled | None:
-        """An existing or new entry with dynamic shapes for these inputs; ``None`` if there can be none."""
-        found = self._known_sizes.get(key)
-        if found is not None:
-            return found
-        found = next((each for state, each in self._dynamic_sizes if state == key[-1] and each.fits(values)), None)
-        if found is None and len(self._dynamic_sizes) < self._max_entries:
-            found = self._compile_for_sizes(values)
-            if found is None:
-                return None
-            self._dynamic_sizes.append((key[-1], found))
-        return None if found is None else self._known_sizes.put(key, found)
-
-    def _changed_numbers_of_any_size(self, values: Sequence[Any]) -> frozenset[int]:
-        """:meth:`_changed_numbers` for entries with dynamic shapes."""
-        numbers = self._numbers.arithmetic - self._dynamic - self._sizes.numbers.keys()
-        for known in list(self._dynamic_sizes) if numbers else ():
-            differing = known[1].differing(values)
-            if differing and differing <= numbers:
-                self._dynamic_sizes.remove(known)
-                self._known_sizes.clear()
-                self._drop(known[1])
-                return differing
-        return frozenset()
+        if self._refused is not None:
+            self._dispatcher.entries.count_miss(self._refused)
+            return self._graph_module(*inputs)
+        given = self._region.given(inputs)
+        if self._is_sized:
+            self._is_sized = False
+            self._compile_for_sizes(given)
+        return self._dispatcher.dispatch(self._region, given, {}, lambda *_: self._graph_module(*inputs))
 
     @interrupts_deferred()
-    def _compile_for_sizes(self, values: Sequence[Any]) -> Compiled | None:
-        """Compiles the graph for all sizes; ``None`` if that is refused, which is remembered."""
+    def _compile_for_sizes(self, given: tuple) -> None:
+        """Compiles the graph for all sizes, unless that is refused."""
+        call = SampleCall(self._region, given, {}, self._region.dynamic_dims(given))
         try:
-            with _outside_inference_mode():
-                require_capturable(self.name)
-                graph_module = read_directly(self._graph_module, self._numbers)
-                compiled = Compiled(graph_module, values, self._partition, self._backend, self._sizes)
+            entry = self._dispatcher.add(call)
         except (UnsupportedModule, CompilationError) as error:
-            why = brief(error) if isinstance(error, UnsupportedModule) else error
-            log.info("%s (%s): every size gets an entry of its own: %s", self.name, self.where, why)
-            self._sizes = None
-            return None
-        if not compiled.fits(values):
-            self._sizes = None
-            return None
-        log.info("%s (%s) is compiled for sizes that vary: %s", self.name, self.where, compiled.entry.bound)
-        self._entries.add(compiled.entry)
-        return compiled
+            why = brief(error.ops) if isinstance(error, UnsupportedModule) else error
+            log.info("%s: every size gets an entry of its own: %s", self._told, why)
+            return
+        if entry.bound is None:
+            log.info("%s: every size gets an entry of its own", self._told)
+        else:
+            log.info("%s is compiled for sizes that vary: %s", self._told, entry.bound)
 
-    def _values(self, inputs: Sequence[Any]) -> list[Any]:
-        """The inputs, with tensors that the graph reads by ``.item()`` as numbers, and dynamic scalars as tensors."""
-        values = list(inputs)
-        for position in self._numbers.read - self._dynamic:
-            values[position] = values[position].item()
-        for position in self._dynamic - self._numbers.read:
-            values[position] = torch.tensor(values[position])
-        return values
 
-    def _changed_numbers(self, key: tuple) -> frozenset[int]:
-        """Positions of the numbers in which the call differs from an earlier entry, which is dropped; empty: no entry
-        differs in numbers only."""
-        numbers = self._numbers.arithmetic - self._dynamic
-        for known in list(self._compiled) if numbers else ():
-            differing = frozenset(i for i, (then, now) in enumerate(zip(known, key, strict=True)) if then != now)
-            if differing <= numbers:
-                self._drop(self._compiled.pop(known))
-                return differing
-        return frozenset()
+class _GraphDispatcher(Dispatcher):
+    """The dispatcher of a graph: keeps its entries, of which there are at most ``most``.
 
-    @interrupts_deferred()
-    def _compile(self, inputs: Sequence[Any]) -> Compiled | str:
-        """Compiles the graph for these inputs; the reason, which is logged, if it is unsupported."""
-        try:
-            with _outside_inference_mode():
-                require_capturable(self.name)
-                graph_module = read_directly(self._graph_module, self._numbers)
-                compiled = Compiled(graph_module, inputs, self._partition, self._backend)
-        except UnsupportedModule as error:
-            reason = brief(error)
-            log.warning("%s (%s) runs eager: %s", self.name, self.where or "no source line", reason)
-            return reason
-        self._entries.add(compiled.entry)
-        return compiled
+    Args:
+        told: the graph, for messages.
+    """
 
-    def _give_up(self) -> str:
-        reason = f"more than {self._max_entries} combinations of sizes, layouts and modes"
-        if reason not in self._entries.misses:
+    def __init__(self, region: DynamoGraph, options: DispatchOptions, told: str, most: int):
+        super().__init__(region, options)
+        self._told, self.most, self.measures = told, most, False
+        self.on_refused = self._refuse
+
+    def _may_compile(self, name: str, failure: GuardFailure) -> bool:
+        may_replace = failure.field.startswith("value of argument")  # an entry with the number as an input
+        return (may_replace or len(self.entries.all) < self.most) and super()._may_compile(name, failure)
+
+    def _miss(self, call: SampleCall, found: GuardFailure, eager: Any) -> Any:
+        reason = self.entries.refused.get(found.reason)
+        if reason is None and found.__cause__ is None and len(self.entries.all) >= self.most:
+            reason = self._full()
+        return super()._miss(call, found if reason is None else GuardFailure(found.stage, reason), eager)
+
+    def _refuse(self, reason: str, why: object) -> None:
+        if isinstance(why, CompilationError):
+            raise why
+        told = brief(why.ops) if isinstance(why, UnsupportedModule) else f"{reason}: {why}"
+        self.entries.refused[reason] = told
+        log.warning("%s runs eager: %s", self._told, told)
+
+    def _full(self) -> str:
+        reason = f"more than {self.most} combinations of sizes, layouts and modes"
+        if reason not in self.entries.misses:
             log.warning(
-                "%s (%s) runs eager where it was not compiled yet: %s. Pad or bucket the calls, or allow more of them "
+                "%s runs eager where it was not compiled yet: %s. Pad or bucket the calls, or allow more of them "
                 "with options={'max_entries': ...}.",
-                self.name,
-                self.where or "no source line",
+                self._told,
                 reason,
             )
         return reason
 
 
-@contextmanager
-def _outside_inference_mode() -> Iterator[None]:
-    """Context for compiling: replaces inference mode by ``no_grad``; at run time, results are inference tensors."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def brief(problems: Sequence[Unsupported]) -> str:
+    """Problems on one line: an optimizer's step may change hundreds of parameters in place."""
+    ops: dict[str, list[str]] = {}
+    for problem in problems:
+        ops.setdefault(problem.reason, []).append(problem.op)
+    reasons = [f"{_some(list(dict.fromkeys(names)), ', ')}: {reason}" for reason, names in ops.items()]
+    return _some(reasons, "; ")
+
+
+def _some(words: list[str], separator: str) -> str:
+    more = [f"and {len(words) - MAX_REASONS} more"] if len(words) > MAX_REASONS else []
+    return separator.join(words[:MAX_REASONS] + more)

@@ -4,37 +4,31 @@ Dynamic sizes (:func:`sizes_of`): Dynamo makes a size symbolic when it sees a se
 (``dynamic=True``), and passes it to the graph as a number beside the tensors. The module reads it from a tensor's shape
 instead.
 
-Dynamic scalars (:func:`numbers_of`): a number is a constant for Dynamo at first. Once it changes, a float becomes a 0-d
-tensor that the graph reads with ``.item()``, an int a graph input. Here it stays a constant of the entry until a call
-differs from an earlier one in nothing else (an annealed loss weight, a temperature). From then on it is a tensor input,
-if the results are exactly the same: if it only scales or shifts tensors.
+A float that changes becomes a 0-d tensor, of which the graph reads the number: the module gets the number itself.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_higher_order import FLEX_ATTENTION, OUTPUT_ALONE
-from bridge.base.torch_internals import enter_autocast, exit_autocast, get_data_attribute
+from bridge.base.torch_internals import (
+    TRANSFORM_MODULES,
+    HigherOrderOperator,
+    enter_autocast,
+    exit_autocast,
+    get_data_attribute,
+)
 from bridge.capture import ClosedFunction, DynamicDim, has_form
 
-__all__ = [
-    "DynamicScalars",
-    "DynamoGraph",
-    "GraphSizes",
-    "graphs_in",
-    "inline_checkpoints",
-    "is_traceable",
-    "numbers_of",
-    "read_directly",
-    "sizes_of",
-]
+__all__ = ["DynamoGraph", "GraphSizes", "graphs_in", "inline_checkpoints", "problems_of", "sizes_of"]
 
 _LEAST = 2
 
@@ -50,20 +44,6 @@ class GraphSizes:
 
     dims: tuple[tuple[int, int, str], ...]
     numbers: dict[int, tuple[int, int]]
-
-    @property
-    def tensors(self) -> frozenset[int]:
-        """Positions of the tensors with a dynamic dimension."""
-        return frozenset(position for position, *_ in self.dims)
-
-    def dynamic_dims(self, inputs: Sequence[Any], arguments: Sequence[int]) -> tuple[DynamicDim, ...]:
-        """The dynamic dimensions of the inputs at positions ``arguments``, except sizes 0 and 1 (special cases)."""
-        leaves = {position: leaf for leaf, position in enumerate(arguments)}
-        return tuple(
-            DynamicDim(leaves[position], dimension, f"input {position}", name, name, _LEAST, None, required=False)
-            for position, dimension, name in self.dims
-            if inputs[position].shape[dimension] >= _LEAST
-        )
 
 
 def sizes_of(graph: fx.Graph) -> GraphSizes:
@@ -126,45 +106,51 @@ def graphs_in(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
     return [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
 
 
-def is_traceable(node: fx.Node) -> bool:
-    """Whether a higher-order operator can be recorded: as Python, or as a custom Function that writes no operand."""
-    return has_form(node.target) or (node.target is _CUSTOM and not node.kwargs.get("dirty_idx"))
-
-
 class DynamoGraph(nn.Module):
-    """A graph of Dynamo's as a module; its buffers are the inputs that the graph may change in place.
+    """A graph of Dynamo's as a module; its arguments are the graph's inputs, except numbers that are sizes.
 
-    Dense inputs that require no grad become buffers: their new values are outputs of the traced graph, and are written
-    back. All other inputs are arguments, which must not be written.
+    Such a number is read from a tensor's shape. A tensor of which the graph only reads the number is given as the
+    number.
 
-    Args:
-        sizes: dynamic sizes, if any. Tensors with a dynamic size are arguments; numbers that are sizes are read from a
-            tensor's shape.
+    Attributes:
+        arguments: positions of the arguments among the graph's inputs.
+        sizes: dynamic sizes among the inputs.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], sizes: GraphSizes | None = None):
+    def __init__(self, graph_module: fx.GraphModule):
         super().__init__()
-        dynamic = sizes.tensors if sizes is not None else frozenset()
-        self._numbers = sizes.numbers if sizes is not None else {}
         if _owns_tensors(graph_module):
             self.graph_module = graph_module
         self._graph = (graph_module,)  # not a submodule: each graph has a class of its own, which would prevent reuse
-        self.input_of: dict[str, int] = {}
-        for position, value in enumerate(inputs):
-            if position not in dynamic and _may_be_buffer(value):
-                self.input_of[f"input_{position}"] = position
-                self.register_buffer(f"input_{position}", value.detach().clone())
+        inputs = graph_module.graph.find_nodes(op="placeholder")
+        self.sizes = sizes_of(graph_module.graph)
         self._count = len(inputs)
-        given = {*self.input_of.values(), *self._numbers}
-        self.arguments = tuple(position for position in range(len(inputs)) if position not in given)
+        self.arguments = tuple(position for position in range(self._count) if position not in self.sizes.numbers)
+        self._read = [place for place, position in enumerate(self.arguments) if is_read(inputs[position])]
+
+    def given(self, inputs: Sequence[Any]) -> tuple:
+        """The graph's inputs → the module's arguments."""
+        if not self._read and len(self.arguments) == len(inputs):
+            return tuple(inputs)
+        found = [inputs[position] for position in self.arguments]
+        for place in self._read:
+            found[place] = found[place].item()
+        return tuple(found)
+
+    def dynamic_dims(self, arguments: Sequence[Any]) -> tuple[DynamicDim, ...]:
+        """The dynamic dimensions of the arguments, except sizes 0 and 1 (special cases)."""
+        leaves = {position: leaf for leaf, position in enumerate(self.arguments)}
+        return tuple(
+            DynamicDim(leaves[position], dimension, f"input {position}", name, name, _LEAST, None, required=False)
+            for position, dimension, name in self.sizes.dims
+            if arguments[leaves[position]].shape[dimension] >= _LEAST
+        )
 
     def forward(self, *arguments: Any) -> Any:
         inputs: list[Any] = [None] * self._count
         for position, value in zip(self.arguments, arguments, strict=True):
             inputs[position] = value
-        for name, position in self.input_of.items():
-            inputs[position] = getattr(self, name)
-        for position, (tensor, dimension) in self._numbers.items():
+        for position, (tensor, dimension) in self.sizes.numbers.items():
             inputs[position] = inputs[tensor].shape[dimension]
         return _Interpreter(self._graph[0]).run(*inputs)
 
@@ -179,6 +165,8 @@ class _Interpreter(fx.Interpreter):
         if n.target is FLEX_ATTENTION and all(_takes_first(user) for user in n.users):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             return self.call_function(n.target, (*args[:6], {**args[6], OUTPUT_ALONE: True}, *args[7:]), kwargs)
+        if _is_item(n) and is_read(n.args[0]):
+            return self.env[n.args[0]]  # the number itself
         return super().run_node(n)
 
     def get_attr(self, target: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -250,104 +238,57 @@ def _owns_tensors(graph_module: fx.GraphModule) -> bool:
     return any(isinstance(value, torch.Tensor) for value in owned)
 
 
-def _may_be_buffer(value: Any) -> bool:
-    return (
-        type(value) is torch.Tensor
-        and not value.requires_grad
-        and value.layout is torch.strided
-        and torch.ops.aten.is_non_overlapping_and_dense(value)
-    )
+def is_read(node: fx.Node) -> bool:
+    """Whether a node is an input of which the graph only reads the number."""
+    return node.op == "placeholder" and bool(node.users) and all(map(_is_item, node.users))
 
 
-_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv)
-# Eager rounds a number to the tensor's dtype before the operation; with half dtypes, it rounds only the result.
-_EXACT = (torch.float32, torch.float64)
-
-
-@dataclass(frozen=True)
-class DynamicScalars:
-    """Scalars of a graph, by positions among its inputs.
-
-    Attributes:
-        read: tensors of which only ``.item()`` is used.
-        arithmetic: scalars, including ``read`` ones, that may exactly be replaced by 0-d tensors.
-    """
-
-    read: frozenset[int]
-    arithmetic: frozenset[int]
-
-
-def numbers_of(graph: fx.Graph) -> DynamicScalars:
-    """Finds the scalars among the inputs of a graph of Dynamo's."""
-    read, arithmetic = set(), set()
-    for position, node in enumerate(graph.find_nodes(op="placeholder")):
-        value = node.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and node.users and all(map(_is_item, node.users)):
-            read.add(position)
-            if all(_only_arithmetic(item, value.dtype.is_floating_point) for item in node.users):
-                arithmetic.add(position)
-        elif isinstance(value, torch.SymInt) and node.users and _only_arithmetic(node, is_float=False):
-            arithmetic.add(position)
-    return DynamicScalars(frozenset(read), frozenset(arithmetic))
-
-
-def read_directly(graph_module: fx.GraphModule, numbers: DynamicScalars) -> fx.GraphModule:
-    """Rewrites a graph to take scalars directly: as numbers, or as tensors if :class:`DynamicScalars` allows that."""
-    if not numbers.read | numbers.arithmetic:
-        return graph_module
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    placeholders = graph.find_nodes(op="placeholder")
-    for position in sorted(numbers.arithmetic):
-        for user, number in list(_uses(placeholders[position])):
-            (tensor,) = [arg for arg in user.args if arg is not number] or [None]
-            if _exact_tensor(tensor):
-                with graph.inserting_before(user):
-                    user.replace_input_with(number, graph.call_function(_of_type, (number, tensor)))
-    for position in sorted(numbers.read):
-        for item in list(placeholders[position].users):
-            item.replace_all_uses_with(placeholders[position])
-            graph.erase_node(item)
-    return fx.GraphModule(graph_module, graph)
-
-
-def _of_type(number: Any, tensor: torch.Tensor) -> Any:
-    return number.to(tensor.dtype) if isinstance(number, torch.Tensor) else number
-
-
-def _uses(number: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Every use of a number, and of numbers computed from it: the using node, and the number."""
-    for user in number.users:
-        yield user, number
-        if _is_item(user) or not isinstance(user.meta.get("example_value"), torch.Tensor):
-            yield from _uses(user)
+def is_traceable(node: fx.Node) -> bool:
+    """Whether a higher-order operator can be recorded: as Python, or as a custom Function that writes no operand."""
+    return has_form(node.target) or (node.target is _CUSTOM and not node.kwargs.get("dirty_idx"))
 
 
 def _is_item(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target == "item"
 
 
-def _only_arithmetic(number: fx.Node, is_float: bool) -> bool:
-    """Whether a number only scales and shifts tensors, itself or after arithmetic with constants."""
-    for user in number.users:
-        if user.op != "call_function" or user.target not in _ARITHMETIC or user.kwargs or len(user.args) != 2:
-            return False
-        (other,) = [arg for arg in user.args if arg is not number] or [None]
-        if _exact_tensor(other):
-            if user.meta.get("example_value").dtype is not other.meta["example_value"].dtype:
-                return False
-        elif not _is_constant(other, is_float, user, number) or not _only_arithmetic(user, is_float):
-            return False
-    return True
+#: Dynamo's functions for torch.vmap, whose operators are traced on whole batches, and for Tensor.requires_grad_.
+_TRACEABLE = (
+    "set_inplace_requires_grad_allowed",
+    "_set_tensor_requires_grad",
+    "lazy_load_decompositions",
+    "_vmap_increment_nesting",
+    "_vmap_decrement_nesting",
+    "_add_batch_dim",
+    "_remove_batch_dim",
+)
 
 
-def _exact_tensor(value: Any) -> bool:
-    seen = value.meta.get("example_value") if isinstance(value, fx.Node) else None
-    return isinstance(seen, torch.Tensor) and seen.dtype in _EXACT
+def problems_of(graph_module: fx.GraphModule) -> list[Unsupported]:
+    """The nodes of a graph that cannot be traced, with reasons."""
+    return [
+        Unsupported(_target_name(node.target), user_line(node.meta.get("stack_trace")) or node.name, reason)
+        for graph in graphs_in(graph_module)
+        for node in graph.graph.nodes
+        if (reason := _objection(node))
+    ]
 
 
-def _is_constant(other: Any, is_float: bool, user: fx.Node, number: fx.Node) -> bool:
-    """Whether arithmetic of a number with ``other`` equals the tensors' arithmetic: same types, no division by zero."""
-    if type(other) not in ((int, float) if is_float else (int,)):
-        return False
-    return user.target is not operator.truediv or (is_float and user.args[0] is number and other != 0)
+def _objection(node: fx.Node) -> str | None:
+    """The reason why a node cannot be traced, or ``None``."""
+    if isinstance(node.target, HigherOrderOperator) and not is_traceable(node):
+        return "a higher-order operator"
+    if (
+        node.op == "call_method"
+        and node.target in ("item", "tolist")
+        and not (_is_item(node) and is_read(node.args[0]))
+    ):
+        return "reads numbers from a tensor that the graph computes"
+    home = getattr(node.target, "__module__", None) or ""
+    if home.startswith(TRANSFORM_MODULES) and _target_name(node.target) not in _TRACEABLE:
+        return "a torch.func transform, or its like: it changes the interpreter's state as it is traced"
+    return None
+
+
+def _target_name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
