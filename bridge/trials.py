@@ -32,9 +32,10 @@ from bridge.artifact import current_store, from_parts, made_once, of_this_packag
 from bridge.base.log import channel
 from bridge.base.session import SESSION
 from bridge.base.threads import held, renewed_in_children
+from bridge.base.torch_internals import pytree
 
 __all__ = ["KERNELS", "KIND", "TRIALS", "Decision", "Pace", "Question", "RunTimer", "Spans", "Step"]
-__all__ += ["Trials", "as_quick", "chosen", "ratios", "seconds_of", "shortest"]
+__all__ += ["Trials", "as_quick", "chosen", "losses_of", "ratios", "seconds_of", "shortest"]
 
 _LOG = channel("compile")
 
@@ -46,6 +47,12 @@ Rounds = list[dict[str, float]]
 
 _IMPOSSIBLE = (RuntimeError, ValueError, NotImplementedError)
 """Exceptions of a candidate for which torch has no kernel."""
+
+
+def losses_of(result: object) -> list[torch.Tensor]:
+    """The tensors of a result from which a training loop runs backward: the scalars that require grad, or else all."""
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [leaf for leaf in leaves if leaf.ndim == 0] or leaves
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from bridge.capture import copier, device_of_call
 from bridge.dispatch import add_tvm_dispatch, stats
 from bridge.dynamo import graphs
 from bridge.state import SampleCall, generators_put_back
-from bridge.trials import Pace, Step, as_quick, ratios
+from bridge.trials import Pace, Step, as_quick, losses_of, ratios
 
 __all__ = ["Way", "compare_ways", "quickest"]
 
@@ -130,10 +130,7 @@ def _stepper(model: nn.Module, call: SampleCall) -> Step:
 
     def step() -> None:
         model.zero_grad()
-        leaves = [leaf for leaf in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-        outputs = [leaf for leaf in leaves if leaf.requires_grad]
-        outputs = [leaf for leaf in outputs if leaf.ndim == 0] or outputs  # as a training loop goes backward
-        if outputs:
+        if outputs := losses_of(model(*args, **kwargs)):
             torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
         if device != HOST:
             torch.cuda.synchronize(device)

@@ -21,11 +21,11 @@ from bridge.base.devices import HOST
 from bridge.base.errors import GuardFailure, swallowed
 from bridge.base.generators import default_generator, states_put_back
 from bridge.base.threads import is_alone
-from bridge.base.torch_internals import COMPILED_CALL, VF, has_global_hooks, has_saved_tensors_hooks, pytree
+from bridge.base.torch_internals import COMPILED_CALL, VF, has_global_hooks, has_saved_tensors_hooks
 from bridge.dispatch.entry import Entry
 from bridge.guards import ABSENT
 from bridge.state import SampleCall, Snapshot, generators_put_back
-from bridge.trials import Pace, chosen, shortest
+from bridge.trials import Pace, chosen, losses_of, shortest
 
 __all__ = ["TOO_SMALL", "Profitability", "measure_profitability"]
 
@@ -56,23 +56,11 @@ class Profitability:
         return f"eager is quicker: {1e6 * self.ours:.0f} us dispatched, {1e6 * self.eager:.0f} us eager"
 
 
-def _with_gradients(result: Any, wanted: Sequence[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a result, then the existing gradients of ``wanted``; ``seeds`` caches the grad_outs."""
-    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    outputs = [leaf for leaf in leaves if leaf.requires_grad]
-    outputs = [leaf for leaf in outputs if leaf.ndim == 0] or outputs  # as a training loop goes backward
-    if not (wanted and outputs):
-        return leaves
-    seeds += map(_seed, outputs[len(seeds) :])
-    gradients = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
-    return [*leaves, *(each for each in gradients if each is not None)]
-
-
-def _seed(output: torch.Tensor) -> torch.Tensor:
-    """A random grad_out: with ones, a normalization's gradients would be pure rounding error."""
-    generator = torch.Generator(HOST).manual_seed(0)
-    numbers = VF.randn(output.shape, generator=generator, device=HOST)
-    return numbers.to(output.device, output.dtype)
+def _backward(result: Any, wanted: Sequence[torch.Tensor]) -> None:
+    """The gradients of ``wanted``, which are dropped."""
+    outputs = losses_of(result)
+    if wanted and outputs:
+        torch.autograd.grad(outputs, wanted, list(map(VF.ones_like, outputs)), allow_unused=True)
 
 
 @contextmanager
@@ -133,9 +121,8 @@ def _measured(entry: Entry, call: SampleCall) -> Profitability | None:
         return None
     try:
         with _unnoticed(entry, module):
-            seeds: list[torch.Tensor] = []
             steps = {_OURS: lambda: entry(list(inputs), module), _EAGER: call.forward}
-            runs = {name: lambda step=step: _with_gradients(step(), wanted, seeds) for name, step in steps.items()}
+            runs = {name: lambda step=step: _backward(step(), wanted) for name, step in steps.items()}
             seconds = shortest(_PACE.rounds(runs))
     except Exception as error:  # noqa: BLE001 - eager's own error, which the call itself will raise
         swallowed(error)

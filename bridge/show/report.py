@@ -88,7 +88,6 @@ def choices_of(entry: Entry) -> Iterator[str]:
             else "the library's"
         )
         yield f"{products} matrix products: {ways}"
-    yield "limits, orders and partition: default"
 
 
 def _products(steps: tuple[Instruction, ...]) -> int:

@@ -32,6 +32,7 @@ from bridge.verify.inputs import (
     largest,
     sample_of,
     tolerance,
+    torchs_gradients,
 )
 
 __all__ = ["Check", "StageCheck", "Trace", "check", "trace"]
@@ -206,11 +207,8 @@ def _trace_captured(made: Trace) -> None:
         run = interpret_graph(lowered.captured, lowered.imported, leaves)
     gradients = None
     if wanted:
-        seeded = [run.results[position] for position in lowered.differentiable]
-        inputs = [leaves[index] for index in lowered.wanted]
         try:
-            found = torch.autograd.grad(seeded, inputs, reference.grad_outs, allow_unused=True)
-            gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+            gradients = torchs_gradients(lowered, run.results, leaves, reference.grad_outs)
         except RuntimeError as error:  # a functional operator that eager never calls may lack a derivative
             made.notes.append(f"captured: only its results are compared, torch cannot differentiate the graph: {error}")
     made.runs["captured"] = run

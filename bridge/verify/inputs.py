@@ -22,6 +22,7 @@ from bridge.reference import interpret
 from bridge.rng import Draws
 
 __all__ = ["Reference", "deviation", "eager_reference", "largest", "sample_of", "stage_inputs", "tolerance"]
+__all__ += ["torchs_gradients"]
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,15 @@ def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
         for index, _ in captured.mutated
     ]
     grad_outs = _grad_outs(lowered, ordered, seed)
-    gradients = _gradients(lowered, ordered, inputs, grad_outs)
+    gradients = torchs_gradients(lowered, ordered, inputs, grad_outs)
     results = [as_parts(tensor.detach()).clone() for tensor in (*ordered, *written)]
     return Reference(before + drawn, grad_outs, results, gradients)
 
 
-def _gradients(
+def torchs_gradients(
     lowered: LoweredCall, outputs: Sequence[Any], inputs: Sequence[torch.Tensor], grad_outs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
+    """Gradients of the call's wanted inputs by autograd, from its differentiable outputs."""
     wanted = [inputs[index] for index in lowered.wanted]
     if not wanted:
         return []
