@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -113,11 +114,29 @@ def test_the_example_of_the_readme_trains():
     assert (found.hits, sum(found.misses.values())) == (10, 0)
 
 
-@pytest.mark.parametrize("page", ["seeing_inside.md", "first_steps.md", "sizes.md", "draws.md", "torch_compile.md"])
+RUN = ["seeing_inside.md", "first_steps.md", "sizes.md", "draws.md", "torch_compile.md"]
+
+
+@pytest.mark.parametrize("page", RUN)
 def test_the_examples_of_a_page_run(page):
     names: dict = {}
     for block in code_blocks(ROOT / "docs" / page):
         exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", ["trainers.md"])
+def test_the_examples_of_a_page_name_what_there_is(page):
+    """Examples with a trainer around them: they are Python, and the names that they import exist."""
+    for block in code_blocks(ROOT / "docs" / page):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("bridge"):
+                assert {each.name for each in node.names} <= {*importlib.import_module(node.module).__all__}
+
+
+def test_every_page_with_python_is_run():
+    """But for walk-throughs, which have a test of their own, and the reference, which is generated."""
+    with_python = {path.name for path in DOCUMENTS if re.search(r"^ *```python$", text_of(path), re.MULTILINE)}
+    assert with_python == {"README.md", *RUN, "trainers.md", "contributing.md", "reference.md"}
 
 
 def test_the_reference_is_that_of_the_docstrings():
