@@ -43,6 +43,9 @@ _FAKE_FORMS: dict[Any, Any] = find("torch._higher_order_ops.utils.registered_hop
 """Higher-order operators whose form for fake tensors the mode itself calls, by version of torch."""
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 class _FakeMode(FakeTensorMode):
     """A fake mode under which Dynamo compiles nothing: compiled functions run eager, as under other modes.
 
@@ -61,7 +64,7 @@ class _FakeMode(FakeTensorMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.through is not None:
+        if self.through is not None and func is not _DEVICE:  # a frequent query
             is_above = any(issubclass(kind, FunctionalTensor) for kind in types)
             return NotImplemented if is_above else self.through(func, args, kwargs or {})
         if isinstance(func, HigherOrderOperator) and func not in _FAKE_FORMS:

@@ -23,7 +23,6 @@ from bridge.base.errors import BY_DRAWS, Unsupported, line_of
 from bridge.base.generators import default_generator, generator_device, offset_of, on_side_states
 from bridge.base.torch_cuda import attention_may_be_formula, memory_of
 from bridge.base.torch_internals import (
-    FakeTensor,
     OpOverload,
     aten,
     current_graph_task_id,
@@ -54,7 +53,6 @@ class IsolatedRNG(DispatchMode):
     """While active, this thread's draws from a default generator come from a private generator with the same state.
 
     Args:
-        isolates: whether draws are isolated; operators on fake tensors draw nothing.
         restores: whether memory that operators write is restored at the end.
         run: runs each operator, as ``run(mode, call, func, args, kwargs)``: :meth:`DrawRecorder.called`. It gets the
             mode, since one that it refers to would be a cycle, in which the run's tensors outlive the run.
@@ -69,13 +67,12 @@ class IsolatedRNG(DispatchMode):
 
     advance: int | None = None
 
-    def __init__(self, isolates: bool = True, *, restores: bool = False, run: Callable[..., Any] | None = None) -> None:
+    def __init__(self, *, restores: bool = False, run: Callable[..., Any] | None = None) -> None:
         super().__init__()
-        self.isolates, self._restores, self._run = isolates, restores, run
+        self._restores, self._run = restores, run
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         # the current states, so that a branch on a draw goes as in eager's next call
-        devices = {HOST, generator_device(current_device())} if isolates else ()
-        self._generators = {device: _twin(device) for device in devices}
+        self._generators = {device: _twin(device) for device in {HOST, generator_device(current_device())}}
         self.passed: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -85,7 +82,7 @@ class IsolatedRNG(DispatchMode):
             if isinstance(tensor, torch.Tensor) and has_storage(tensor) and storage_id(tensor) not in self._before:
                 storage = tensor.untyped_storage()
                 self._before[storage_id(tensor)] = storage, storage.clone()
-        if self.isolates and (draws(func) or func.namespace not in TORCHS):
+        if draws(func) or func.namespace not in TORCHS:
             call = partial(self._drawn if draws(func) else self._on_side, func)
         return call(*args, **kwargs) if self._run is None else self._run(self, call, func, args, kwargs)
 
@@ -200,8 +197,6 @@ class unwatched:
 _OWN_GENERATOR = "draw from torch's default generator, or outside of the module and pass the numbers in"
 
 
-_DEVICE = torch.ops.prim.device.default
-
 UNTOLD = "draws random numbers, and has no tag that says so"
 
 
@@ -230,26 +225,29 @@ class DrawRecorder:
         self.differentiates = False
 
     def called(self, mode: IsolatedRNG, call: Callable, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs an operator → its result. Where draws are isolated, operators that are not torch's are watched, because
-        their tags may be incomplete."""
-        if func is _DEVICE:  # two of three calls: torch's queries on fake tensors
-            (tensor,) = args
-            if type(tensor) is FakeTensor and not tensor.fake_mode.in_kernel_invocation:
-                return tensor.fake_device
-            with unwatched():
-                return func(*args)
-        before = None if func.namespace in TORCHS or not mode.isolates else mode.states()
+        """Runs an operator → its result. Operators that are not torch's are watched, because their tags may be
+        incomplete."""
+        before = None if func.namespace in TORCHS else mode.states()
         if before is not None and schema(func).is_mutable:
             self.complain(str(func), "writes into its arguments, by an operator that is not torch's")
         run = partial(unrecorded, call, args, kwargs)
         result = run() if self.inside is None else self.inside.called(run, args, kwargs)
         if before is not None and not all(map(torch.equal, before, mode.states())):
             self.complain(str(func), UNTOLD)
+        self._ran(func, args, kwargs, result, mode.advance)
+        return result
+
+    def on_fakes(self, mode: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs an operator on the fake tensors of a mode → its result."""
+        result = unrecorded(mode.alone, (func, *args), kwargs)
+        self._ran(func, args, kwargs, result, None)
+        return result
+
+    def _ran(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any, advance: int | None) -> None:
         if current_graph_task_id() != -1:
             self.differentiates = True
         if draws(func) and not _draws_nothing(func, args, kwargs):
-            self.record(func, args, kwargs, result, mode.advance)
-        return result
+            self.record(func, args, kwargs, result, advance)
 
     def record(self, func, args, kwargs, result, advance) -> None:
         """Appends the draw of an operator that has run; ``advance``: as in :class:`IsolatedRNG`."""

@@ -8,7 +8,7 @@ guard (:mod:`bridge.capture.symbolic_sizes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.errors import BY_NUMBERS, Unsupported, UnsupportedModule, line_of
+from bridge.base.modes import while_active
 from bridge.base.quirks import applies, quirk
 from bridge.base.torch_internals import FakeTensorMode, aten, python_kernels
 from bridge.base.torch_recording import no_python_kernels
 from bridge.base.torch_shapes import check_places, expression, hint, is_decided, symbolic_fake, upsampled_sizes
 from bridge.capture.counted_dims import CountedDims
-from bridge.capture.draws import DrawRecorder, IsolatedRNG
+from bridge.capture.draws import DrawRecorder
 from bridge.capture.observation import Draw
 from bridge.capture.opened import LAYERED
 from bridge.capture.passes.decompositions import UPSAMPLES, diagonal_filled
@@ -54,7 +55,7 @@ class Symbols:
 
     def __init__(self, real: Record, mode: FakeTensorMode, counts: CountedDims | None = None):
         self._real, self.counts = real, counts
-        self._environment = mode.shape_env
+        self._mode, self._environment = mode, mode.shape_env
         self.draws: list[Draw] = []
         self.lines: dict[int, str] = {}
 
@@ -63,9 +64,10 @@ class Symbols:
         """A formula for an opened operator whose own kernel fixes sizes, or ``None``."""
         return _INSIDE.get(func)
 
-    def recording(self, inputs: Sequence[torch.Tensor]) -> IsolatedRNG:
+    def recording(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """While active, draws are recorded."""
-        return IsolatedRNG(False, run=DrawRecorder(self.draws, lambda op, reason: None, inputs).called)
+        recorder = DrawRecorder(self.draws, lambda op, reason: None, inputs)
+        return while_active(self._mode, through=partial(recorder.on_fakes, self._mode))
 
     def is_whole_slice(self, op: Any, operands: tuple, args: tuple, record: Record, known: Row | None) -> bool:
         """Whether a call is a slice that spans the whole at the sample's sizes and has no row in the real run.

@@ -129,8 +129,23 @@ CALLS = [
 
 def test_docs_list_each_name_that_a_capture_replaces():
     names = {each.arg for call in CALLS for each in call.keywords if each.arg is not None}
-    listed = (ROOT.parent / "docs" / "capture.md").read_text().partition("## Patches of torch")[2].partition("## ")[0]
+    listed = of_docs("## Patches of torch")
     assert len(names) >= 6 and [each for each in sorted(names) if each not in listed] == []
+
+
+def of_docs(title):
+    return (ROOT.parent / "docs" / "capture.md").read_text().partition(title)[2].partition("\n## ")[0]
+
+
+def test_a_capture_has_four_modes_and_docs_list_them():
+    made = [
+        node.name
+        for path in sorted((ROOT / "capture").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Mode") for base in node.bases)
+    ]
+    listed = of_docs("## Modes")
+    assert len(made) == 4 and [each for each in made if f"`{each}`" not in listed] == []
 
 
 class Loud:

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
-from bridge.base.torch_internals import FakeTensorMode
+from bridge.base.modes import while_active
+from bridge.base.torch_fakes import fake_mode
 from bridge.capture import Draw, DropoutOperand, StepMasks
 from bridge.capture.draws import DrawRecorder, IsolatedRNG
 from bridge.compile import Gpu
@@ -114,9 +117,10 @@ def test_a_call_that_fails_is_eagers_from_the_same_state():
 
 def observed(function, *inputs):
     draws, complaints = [], []
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with (mode := fake_mode(allow_non_fake_inputs=True)):
         tensors = [torch.empty_strided(*layout, device="cuda", dtype=torch.float16) for layout in inputs]
-        with IsolatedRNG(False, run=DrawRecorder(draws, lambda *words: complaints.append(words), tensors).called):
+        recorder = DrawRecorder(draws, lambda *words: complaints.append(words), tensors)
+        with while_active(mode, through=partial(recorder.on_fakes, mode)):
             function(*tensors)
     return draws, complaints
 
@@ -153,7 +157,7 @@ def test_of_inputs_in_one_memory_it_is_the_one_that_is_read():
     """Other calls may pass inputs in separate memories."""
     draws, memory = [], torch.empty(48, dtype=torch.float16)
     inputs = [memory[:6], memory[6:30].view(4, 6), memory[30:]]
-    with IsolatedRNG(False, run=DrawRecorder(draws, lambda *words: None, inputs).called):
+    with IsolatedRNG(run=DrawRecorder(draws, lambda *words: None, inputs).called):
         for read in (inputs[1], inputs[1][2:], inputs[2], inputs[0]):
             torch.native_dropout(read, 0.1, True)
     assert [(draw.operand.of, draw.operand.offset) for draw in draws] == [(1, 0), (1, 24), (2, 0), (0, 0)]
