@@ -64,13 +64,13 @@ class _Gradients:
 
     def __init__(self, builder: relax.BlockBuilder, values: Iterable[Expr]):
         self.of: dict[Var, Var] = {}
-        self._builder, self._typed = builder, TypedBuilder(builder, values)
+        self._typed = TypedBuilder(builder, values)
 
     def propagate(self, var: Var, value: Expr) -> None:
         """Adds to the gradients of the operands of ``value``, once the gradient of ``var`` is complete."""
         gradient = self.of[var]
         if isinstance(value, Call):
-            for arg, partial in partials(var, value, gradient, self._builder):
+            for arg, partial in partials(var, value, gradient, self._typed):
                 if partial is not None:
                     self.add(arg, partial)
         elif isinstance(value, TupleGetItem):

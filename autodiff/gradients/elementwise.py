@@ -11,22 +11,26 @@ from collections.abc import Callable
 
 from tvm.relax import op
 
-from autodiff.gradients.registry import Emit, const, fit, gradient, zeros_like
+from autodiff.gradients.registry import Emit, const, fit, gradient, library_gradient, zeros_like
 from autodiff.ir import Call, Constant, Expr, Var, dtype, is_float, numpy_value
 
-_PIECEWISE_CONSTANT = "floor ceil round trunc sign isnan isinf isfinite logical_not bitwise_not".split()
+_CONSTANT = "floor ceil round trunc sign isnan isinf isfinite logical_not bitwise_not equal not_equal less less_equal"
+_CONSTANT += " greater greater_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor"
+_CONSTANT += " full full_like zeros_like ones_like"
 
 
-@gradient(*(f"relax.{name}" for name in _PIECEWISE_CONSTANT))
-def piecewise_constant(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
-    """dx = 0"""
-    return [None]
+@library_gradient("library.divide_trunc", "library.divide_floor")
+@gradient(*(f"relax.{name}" for name in _CONSTANT.split()))
+def without_gradient(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
+    """0: the result is piecewise constant, no float, or depends on the shapes alone (a fill is not differentiated)"""
+    return [None] * len(call.args)
 
 
 def _unary(name: str, derivative: Callable[[Expr, Var, Emit], Expr], wide: bool = True) -> None:
     """Registers ``dx = g * derivative(x, y)``."""
+    register = library_gradient if name.startswith("library.") else gradient
 
-    @gradient(name, wide=wide)
+    @register(name, wide=wide)
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
         return [g * derivative(call.args[0], y, emit)]
 
@@ -45,6 +49,11 @@ _unary("relax.atan", lambda x, y, emit: const(1, x) / (const(1, x) + x * x))
 _unary("relax.asinh", lambda x, y, emit: op.rsqrt(const(1, x) + x * x))
 _unary("relax.acosh", lambda x, y, emit: op.rsqrt(x * x - const(1, x)))
 _unary("relax.atanh", lambda x, y, emit: const(1, x) / (const(1, x) - x * x))
+_unary("relax.abs", lambda x, y, emit: op.sign(x), wide=False)  # 0 at 0, where TVM's own rule gives g
+_unary("relax.erf", lambda x, y, emit: const(2 / math.sqrt(math.pi), x) * op.exp(op.negative(x * x)))
+_unary("library.erfc", lambda x, y, emit: const(-2 / math.sqrt(math.pi), x) * op.exp(op.negative(x * x)))
+_unary("library.expm1", lambda x, y, emit: y + const(1, y))
+_unary("library.exp2", lambda x, y, emit: y * const(math.log(2), y))
 
 
 @gradient("relax.negative")
@@ -76,19 +85,6 @@ def square(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = 2 g x; the 2 goes to g, which is often one number per row"""
     (x,) = call.args
     return [(const(2, x) * g) * x]
-
-
-@gradient("relax.abs")
-def abs_(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g * sign(x), which is 0 at 0 (TVM's own rule gives g there)."""
-    return [g * op.sign(call.args[0])]
-
-
-@gradient("relax.erf", wide=True)
-def erf(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g * 2 / sqrt(pi) * exp(-x^2)"""
-    (x,) = call.args
-    return [g * (const(2 / math.sqrt(math.pi), x) * op.exp(op.negative(x * x)))]
 
 
 @gradient("relax.nn.gelu", wide=True)
@@ -140,19 +136,6 @@ def astype(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [op.astype(g, dtype(x)) if is_float(x) and is_float(y) else None]
 
 
-_WITHOUT_GRADIENT = (
-    *(f"relax.{name}" for name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")),
-    *(f"relax.{name}" for name in ("logical_and", "logical_or", "logical_xor")),
-    *(f"relax.{name}" for name in ("bitwise_and", "bitwise_or", "bitwise_xor")),
-)
-
-
-@gradient(*_WITHOUT_GRADIENT)
-def without_gradient(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
-    """da = db = 0"""
-    return [None, None]
-
-
 def _binary(name: str, partials: Callable[[Expr, Expr, Var, Var], tuple[Expr, Expr]], wide: bool = True) -> None:
     """Registers ``da, db = partials(a, b, y, g)``, both still of the result's shape."""
 
@@ -173,28 +156,23 @@ def subtract(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     return [fit(g, a, emit), op.negative(emit(fit(g, b, emit)))]
 
 
-@gradient("relax.maximum")
-def maximum(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """da = g where a > b, db = g where b > a, half of g each where they are equal"""
-    a, b = call.args
-    return _winner_takes(a, b, op.less(a, b), op.less(b, a), g, emit)
+def _winner_takes(name: str, loses: Callable[[Expr, Expr], Expr]) -> None:
+    """Registers the rule of an extremum: g to the winner, half of it each where both are equal.
+
+    NaN neither loses nor ties, so both operands get g, as in PyTorch.
+    """
+
+    @gradient(name)
+    def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+        a, b = call.args
+        shared = emit(op.where(op.equal(a, b), g * const(0.5, g), g))
+        zeros = emit(zeros_like(g))
+        pairs = (a, loses(a, b)), (b, loses(b, a))
+        return [fit(op.where(is_lost, zeros, shared), each, emit) for each, is_lost in pairs]
 
 
-@gradient("relax.minimum")
-def minimum(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """da = g where a < b, db = g where b < a, half of g each where they are equal"""
-    a, b = call.args
-    return _winner_takes(a, b, op.less(b, a), op.less(a, b), g, emit)
-
-
-def _winner_takes(a: Expr, b: Expr, a_loses: Expr, b_loses: Expr, g: Var, emit: Emit) -> list[Expr]:
-    """g to the larger (smaller) operand; NaN neither loses nor ties, so both operands get g, as in PyTorch."""
-    shared = emit(op.where(op.equal(a, b), g * const(0.5, g), g))
-    zeros = emit(zeros_like(g))
-    return [
-        fit(op.where(a_loses, zeros, shared), a, emit),
-        fit(op.where(b_loses, zeros, shared), b, emit),
-    ]
+_winner_takes("relax.maximum", op.less)
+_winner_takes("relax.minimum", lambda a, b: op.less(b, a))
 
 
 @gradient("relax.power", wide=True)

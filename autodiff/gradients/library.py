@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -284,25 +283,6 @@ def log1p(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     return [g / (const(1, x) + x)]
 
 
-@library_gradient("library.expm1", wide=True)
-def expm1(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g (y + 1)"""
-    return [g * (y + const(1, y))]
-
-
-@library_gradient("library.erfc", wide=True)
-def erfc(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = -g * 2 / sqrt(pi) * exp(-x^2)"""
-    (x,) = call.args
-    return [g * (const(-2 / math.sqrt(math.pi), x) * op.exp(op.negative(x * x)))]
-
-
-@library_gradient("library.exp2", wide=True)
-def exp2(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g y log(2)"""
-    return [g * (y * const(math.log(2), y))]
-
-
 @library_gradient("library.index_put")
 def index_put(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = g, zero where overwritten; dvalues = g at the indices"""
@@ -346,12 +326,6 @@ def _modulo(name: str, quotient: str) -> None:
 
 _modulo("fmod", "divide_trunc")
 _modulo("remainder", "divide_floor")
-
-
-@library_gradient("library.divide_trunc", "library.divide_floor")
-def rounded_quotient(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """da = db = 0"""
-    return [None, None]
 
 
 @library_gradient("library.binary_cross_entropy")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 
-from tvm import relax
 from tvm.relax import op
 
 from autodiff.body import const
@@ -82,7 +81,7 @@ def checks(*names: str) -> Callable[[Check], Check]:
     return add
 
 
-def partials(var: Var, call: Call, gradient: Var, builder: relax.BlockBuilder) -> list[tuple[Expr, Expr | None]]:
+def partials(var: Var, call: Call, gradient: Var, typed: TypedBuilder) -> list[tuple[Expr, Expr | None]]:
     """The arguments of a call, bound to ``var``, each with its gradient; ``None`` where no gradient flows."""
     name = library_name(call)
     rule = RULES[op_name(call)] if name is None else LIBRARY_RULES[name]
@@ -92,7 +91,6 @@ def partials(var: Var, call: Call, gradient: Var, builder: relax.BlockBuilder) -
     tensors = [arg for arg in args if isinstance(arg.ty, TensorType)]
     if name is None and (_is_empty(var) or (tensors and all(map(_is_empty, tensors)))):
         return [(arg, _nothing(arg)) for arg in args]
-    typed = TypedBuilder(builder, (call, var))
     found = rule(call, var, gradient, lambda value: value if isinstance(value, Var) else typed.emit(value))
     return list(zip(args, found, strict=True))
 

@@ -15,16 +15,11 @@ from autodiff.typed import slices
 __all__ = []
 
 
-@gradient("relax.reshape")
-def reshape(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+@gradient("relax.reshape", "relax.squeeze", "relax.expand_dims", "relax.flatten", "relax.nn.batch_flatten")
+def same_elements(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = g in the shape of x"""
-    return [op.reshape(g, shape(call.args[0])), None]
-
-
-@gradient("relax.squeeze", "relax.expand_dims", "relax.flatten", "relax.nn.batch_flatten")
-def same_elements(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g in the shape of x"""
-    return [op.reshape(g, shape(call.args[0]))]
+    x, *extents = call.args
+    return [op.reshape(g, shape(x))] + [None] * len(extents)
 
 
 @gradient("relax.permute_dims")
@@ -37,12 +32,6 @@ def permute_dims(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 def split(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = the sections' gradients, one after the other"""
     return [op.concat(g, int(call.attrs.axis))]
-
-
-@gradient("relax.full", "relax.full_like", "relax.zeros_like", "relax.ones_like")
-def filled(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
-    """Nothing: the number is not differentiated, the tensor is only looked at."""
-    return [None] * len(call.args)
 
 
 @gradient("relax.broadcast_to")
