@@ -177,7 +177,7 @@ class ModulePlace(Watched):
             return [f"{kind} '{self._inside(name)}' {'was None' if before is None else verb}"]
         if name == "forward":
             return [f"forward of {of} was replaced"]
-        if ABSENT in (before, value):
+        if before is ABSENT or value is ABSENT:
             return [f"attribute '{name}' {verb} {'to' if before is ABSENT else 'from'} {of}"]
         if before is _TENSOR:
             return [f"attribute '{name}' of {of} is no tensor any more"]

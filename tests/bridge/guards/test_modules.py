@@ -128,3 +128,32 @@ def test_registries_of_another_class_are_compared_at_each_call():
     del module[0]._buffers["num_batches_tracked"]
     module(x)
     assert list(stats(module).misses) == ["number of buffers of submodule '0': compiled for 3, called with 2"]
+
+
+class Compared:
+    """An object that cannot be compared."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __eq__(self, other):
+        raise ValueError("neither equal nor different")
+
+    __hash__ = None
+
+
+class ReadsCompared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.options = Compared(2.0)
+
+    def forward(self, x):
+        return x * self.options.scale
+
+
+def test_attributes_are_not_compared_by_their_own_code():
+    module, x = ReadsCompared(), torch.randn(3)
+    add_tvm_dispatch(module, x)
+    module.options = Compared(3.0)
+    assert torch.equal(module(x), x * 3)
+    assert list(stats(module).misses) == ["attribute 'options' of the module changed"]
