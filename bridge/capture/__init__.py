@@ -34,7 +34,13 @@ from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim, after_pre_hooks
 from bridge.capture.scalar_guards import ScalarGuard, same_numbers
 from bridge.capture.steady_call import in_attempts, loops_tell
 from bridge.capture.symbolic_sizes import TensorMetadata
-from bridge.capture.thread_isolation import CAPTURES, is_capturing, is_traced_here, one_capture_at_a_time
+from bridge.capture.thread_isolation import (
+    CAPTURES,
+    functions_of_torch,
+    is_capturing,
+    is_traced_here,
+    one_capture_at_a_time,
+)
 from bridge.capture.twin import Twin
 from bridge.capture.whole_functions import SHAPES
 
@@ -63,7 +69,7 @@ __all__ += [
     "TANGENT",
 ]
 __all__ += ["UNKNOWN", "UPSAMPLES", "WHOLE", "WITH_GRADIENT", "Captured", "Counter", "Draw"]
-__all__ += ["leads_out"]
+__all__ += ["functions_of_torch", "leads_out"]
 __all__ += ["CapturedArguments", "CapturedNames", "ClosedFunction"]
 __all__ += ["DropoutOperand", "DynamicDim", "IsolatedRNG", "KeptPlace", "LoopedCall", "NotArithmeticError"]
 __all__ += ["NumberPlace", "Observation", "OperatorCall", "Output", "Parameter", "PreCallExpression", "RecordedCall"]

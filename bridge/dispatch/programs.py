@@ -24,6 +24,7 @@ from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.tensor_properties import as_parts
 from bridge.base.threads import free_in_children, interrupts_deferred
 from bridge.base.torch_internals import VF
+from bridge.capture import functions_of_torch
 from bridge.compile import Backend, CompileOptions, EntryGraphs, Liveness, Program, RecordedGraphs
 from bridge.dispatch.backward_nodes import (
     Gradient,
@@ -178,6 +179,7 @@ class Programs:
         return dict(self._backwards)
 
 
+@functions_of_torch()
 def compile_programs(
     lowered: LoweredCall,
     backend: Backend,
@@ -249,7 +251,8 @@ class _Backwards:
             found = next((run for broken, run in known if broken(sizes) is None), None)
             if found is None:
                 scope = self._lowered.captured.sizes.scope
-                with interrupts_deferred(), nullcontext() if scope is None else scope.assuming(sizes) as guards:
+                assumed = nullcontext() if scope is None else scope.assuming(sizes)
+                with interrupts_deferred(), functions_of_torch(), assumed as guards:
                     found = self._run(outputs, self._begun(outputs))
                 known.append((_always if scope is None else scope.broken(guards), found))
                 del known[:-_MOST_LATER]

@@ -18,7 +18,7 @@ from autodiff.scan import hoist, roll_up
 from bridge.aten import Imported, import_graph
 from bridge.base.devices import HOST, working_for
 from bridge.base.log import Stopwatch, channel
-from bridge.capture import Captured
+from bridge.capture import Captured, functions_of_torch
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.stage import Stage
 from bridge.reference import run_graph
@@ -47,7 +47,7 @@ def lower_captured(
         UnsupportedModule: an operator is not handled exactly.
         CompilationError: a pass failed; a bug of this package.
     """
-    with working_for(captured.device):
+    with working_for(captured.device), functions_of_torch():
         return _lower(captured, grad, partition, capture_seconds)
 
 

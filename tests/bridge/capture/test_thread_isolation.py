@@ -491,3 +491,30 @@ class TestWarnings:
         with self.errors():
             add_tvm_dispatch(module, rows())
         assert seen and set(seen) == {"of another thread"}
+
+
+@pytest.mark.parametrize("while_compiled", ["all", "another backward"])
+def test_compiled_code_is_of_torchs_functions(while_compiled, monkeypatch):
+    """A method of tensors that the user replaced and forward does not call has no part in constants: neither in an
+    entry that is added meanwhile, nor in a backward that is compiled later, for other outputs. Both would stay, in this
+    process and in the disk cache."""
+    monkeypatch.setenv("BRIDGE_CACHE", "0")
+    torch.manual_seed(0)
+    module, x = nn.LSTMCell(3, 5).double(), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    twin, own = copy.deepcopy(module), torch.Tensor.clone
+
+    def gradients(called, result):
+        return torch.autograd.grad(result, [x, *called.parameters()])
+
+    if while_compiled != "all":
+        add_tvm_dispatch(module, x)
+        result = module(x)[0].sum()
+    with monkeypatch.context() as replaced:
+        replaced.setattr(torch.Tensor, "clone", lambda *args, **kwargs: 1.25 * own(*args, **kwargs))
+        if while_compiled == "all":
+            add_tvm_dispatch(module, x)
+        else:
+            gradients(module, result)
+    for _ in range(2):
+        assert all(map(torch.allclose, gradients(module, module(x)[0].sum()), gradients(twin, twin(x)[0].sum())))
+    assert stats(module).hits >= 2
