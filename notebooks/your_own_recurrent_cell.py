@@ -66,9 +66,8 @@ x = torch.randn(BATCH, STEPS, WIDTH, requires_grad=True)
 # %% [markdown]
 # ## Unrolling
 #
-# The number of time steps is a shape, and shapes are static. The graph of a short call has no loop: it is the loop's
-# body, once per time step. From four steps on the stage `rolled` finds that they are equal and makes them one loop: its
-# body is differentiated and compiled once. Fewer steps are one straight line of code.
+# The number of time steps is a shape, and shapes are static. The graph of three steps has no loop: it is the loop's
+# body, once per time step, one straight line of code.
 
 
 # %%
@@ -76,14 +75,14 @@ def calls_in(lowered):
     return Counter(str(node.target) for node in lowered["captured"].ir.nodes if "aten" in str(node.target))
 
 
-lowered = lower(module, x[:, :4])
+lowered = lower(module, x[:, :3])
 print(lowered)
 print(dict(calls_in(lowered).most_common(5)))
-assert calls_in(lowered)["aten.tanh.default"] == 2 * 4
+assert calls_in(lowered)["aten.tanh.default"] == 2 * 3
 
 # %% [markdown]
-# A call of a hundred operators or more runs in eager first. Steps that are proven to be equal there are traced once,
-# so that a thousand of them take hardly longer than ten.
+# A call runs in eager first. Four steps or more that are proven to be equal there are captured once, and their body is
+# differentiated and compiled once, so that a thousand of them take hardly longer than ten.
 
 # %%
 lowered = lower(module, x)

@@ -37,6 +37,10 @@ __all__ = ["ChainedDraws", "check_parameters", "described_draw", "draw_at_offset
 __all__ += ["state_before", "unplaced"]
 
 
+_PLACE = -1
+"""The state's place among the carries of a loop."""
+
+
 class ChainedDraws:
     """The draws of one function from the first one with computed parameters on."""
 
@@ -46,6 +50,19 @@ class ChainedDraws:
         self._first = next((index for index, draw in enumerate(draws) if draw.is_computed), len(draws))
         self._next = self._first
         self._state: Expr | None = None
+        self._loop: tuple[int, Dim, bool] | None = None
+        self._carried = False
+
+    def enter(self, loop: int, length: Dim, reverse: bool) -> None:
+        """A step of a loop begins: if it draws, it carries the state."""
+        self._loop = loop, length, reverse
+
+    def leave(self) -> None:
+        """The step ends."""
+        if self._carried:
+            numbers = map(relax.prim_value, (self._loop[0], _PLACE))
+            self._state = self._importer.emit(library_call("loop_last", [self._state, *numbers], self._state.ty))
+        self._loop, self._carried = None, False
 
     def is_chained(self, index: int) -> bool:
         """Whether one of eager's draws is made inside the program."""
@@ -87,6 +104,11 @@ class ChainedDraws:
             size = torch.default_generator.get_state().numel()
             self._state = Var(f"draw_{self._first}", TensorType((size,), "uint8"))
             importer.draw_params[self._first] = self._state
+        if self._loop is not None and not self._carried:
+            loop, length, reverse = self._loop
+            numbers = map(relax.prim_value, (loop, _PLACE, length, int(reverse)))
+            self._state = importer.emit(library_call("loop_first", [self._state, *numbers], self._state.ty))
+            self._carried = True
         types = TupleType([drawn_type(draw), self._state.ty])
         description, sizes = described_draw(draw)
         args = [StringImm(draw.op), StringImm(description), self._state, *tensors]

@@ -11,7 +11,7 @@ of the steps, sums the weights' gradients, and fuses the kernels of a step. Gate
 arithmetic is eager's up to the order of sums. In half types, products and outputs are rounded; the values between
 them, and an LSTM's cell, are float32.
 
-Marks of one step of a loop (``tvm_dispatch::loop_..``) → the library calls that :mod:`autodiff.scan.roll` reads.
+Marks of one step of a loop (``tvm_dispatch::loop_..``) → the library calls that :mod:`autodiff.scan.marks` reads.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from tvm import relax
 
 from autodiff.extents import Dim
 from autodiff.ir import Expr, compute_type, dtype, shape
+from bridge.aten.complex_arithmetic import COMPLEX
+from bridge.aten.complex_value import Complex
 from bridge.aten.conv import CUDNN_TYPES, cudnn_is_quicker, cudnn_layers
 from bridge.aten.registry import UnsupportedUse, converts, has_extents, numbers_only
 from bridge.base.devices import HOST, current_device
@@ -283,8 +285,17 @@ def _row(importer: Any, state: Expr, index: int) -> Expr:
 _MARKS = dict(zip(LOOP_MARKS, ("loop_first", "loop_part", "loop_last", "loop_steps"), strict=True))
 
 
+@converts(*_MARKS, table=COMPLEX)
 @converts(*_MARKS)
 def mark(importer, node, value, *numbers):
-    """The library call of a mark; the sources of a first carry are dropped."""
+    """The library call of a mark, two for a complex number; the sources of a first carry are dropped."""
     name = _MARKS[node.target]
-    return importer.library(name, [value, *(numbers[1:] if name == "loop_first" else numbers)], importer.out(node))
+    loop, place, *rest = numbers[1:] if name == "loop_first" else numbers
+    if name == "loop_first":
+        importer.draws.enter(loop, *rest)
+    elif name != "loop_part":
+        importer.draws.leave()
+    parts = value.parts if isinstance(value, Complex) else (value,)
+    places = range(2 * place, 2 * place + 2)
+    made = [importer.library(name, [part, loop, at, *rest], importer.out(node)) for part, at in zip(parts, places)]
+    return Complex(*made) if isinstance(value, Complex) else made[0]

@@ -96,7 +96,7 @@ class CapturedLoop(NamedTuple):
     """The recorded loops of a captured call.
 
     Attributes:
-        is_recorded: whether the graph holds a recorded loop as one step (:mod:`bridge.capture.loops`).
+        is_recorded: whether the graph holds a long recorded loop as one step (:mod:`bridge.capture.loops`).
         recording: the loop's record, for the comparison with another length (:mod:`bridge.capture.loops.lengths`).
         any_length: for a loop of any length: the lengths that are proven, and how to prove others.
     """

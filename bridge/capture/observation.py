@@ -48,12 +48,13 @@ class StepMasks:
     """The dropout masks of a loop's steps as one draw; eager draws them in order, the first step's first.
 
     Attributes:
-        counts: number of elements of each mask that a step draws, in order.
+        counts, kept: number of elements and probability of a one of each mask that a step draws, in order.
         dtype: dtype of the tensors that eager fills.
         dropouts: on a GPU, eager's draws in order, because each operand decides which element gets which number.
     """
 
     counts: tuple[int, ...]
+    kept: tuple[float, ...]
     dtype: torch.dtype
     dropouts: tuple[Draw, ...] = ()
 

@@ -263,7 +263,7 @@ def _captured(
         | {
             "given": arguments._replace(tensors=(*arguments.tensors, *counted.values())),
             "numbers": CapturedNumbers(readings, conditions, by_draws),
-            "loop": CapturedLoop(rolls, comparable(real) if rolls else None),
+            "loop": CapturedLoop(rolls and real.loops.is_long, comparable(real) if rolls else None),
         },
         graph=functional.graph,
         names=CapturedNames(bound, {node: draw for node, draw in draw_of.items() if node in present}, made.literals),

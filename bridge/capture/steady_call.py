@@ -250,11 +250,10 @@ def _find_loops(real: RealRun) -> None:
     """Notes the loops of a run, or refuses long unrolled ones; drops refusals of writes that a step returns instead."""
     if not (real.functions.uses or real.given.call.dims):
         real.loops = rolled_up(real.record, real.made, real.observation.draws)
-    if real.loops is None:
-        parameters = [each for each in real.given.tensors if each.kind == "parameter"]
-        problems = unrolled_rows(real.record, len(parameters), f"{real.given.call.name}.forward")
-        real.observation.unsupported.extend(problems)
-    else:
+    record = real.record if real.loops is None else real.loops.record
+    parameters = [each for each in real.given.tensors if each.kind == "parameter"]
+    real.observation.unsupported.extend(unrolled_rows(record, len(parameters), f"{real.given.call.name}.forward"))
+    if real.loops is not None:
         loops_found()
         real.observation.draws[:] = real.loops.draws
         if not real.loops.writes:

@@ -14,7 +14,7 @@ from typing import Any
 import autodiff
 from autodiff.ir import Function
 from autodiff.row_blocks import reduce_in_blocks
-from autodiff.scan import hoist, roll_up
+from autodiff.scan import hoist
 from bridge.aten import Imported, import_graph
 from bridge.base.devices import HOST, working_for
 from bridge.base.log import Stopwatch, channel
@@ -67,14 +67,13 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     wanted = [index for index, needs in enumerate(requires_grad) if needs] if differentiable else []
     if not differentiable:
         autodiff.drop_gradients(body)
-    rolls = captured.sizes.scope is None and not captured.observation.overwritten  # each step reads its own content
-    given = wanted, partition, captured.device != HOST, rolls
-    lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, *given, if_changed=True)
+    given = wanted, partition, captured.device != HOST
+    lowered.run("rolled", "hoist, differentiable_scans", body, rolled, *given, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
     made_by = "autodiff.sink_channel_permutes, sink_head_permutes, clean, unique_names"
     lowered.run("forward", made_by, body, cleaned_and_named, not differentiable)
     blocks: list[str] = []
-    if rolls:
+    if captured.sizes.scope is None and not captured.observation.overwritten:  # each block reads its own content
         asked = differentiable, wanted, blocks
         lowered.run("in blocks", "reduce_in_blocks", body, reduce_in_blocks, *asked, if_changed=True)
     if captured.device != HOST:
@@ -127,14 +126,9 @@ def cleaned_and_named(function: Function | autodiff.Body, merge_casts: bool) -> 
     return autodiff.unique_names(autodiff.clean(turned, merge_casts=merge_casts))
 
 
-def rolled(
-    body: autodiff.Body, required: Sequence[int], partition: Any, sums_later: bool = False, rolls: bool = True
-) -> None:
-    """The stage ``rolled``: unrolled loops become scans, with gradients of the required parameters.
-
-    ``rolls``: whether to look for equal steps; for dynamic sizes only the traced graph's own loops are scans.
-    """
-    differentiable_scans(hoist(roll_up(body) if rolls else body), required, partition, sums_later)
+def rolled(body: autodiff.Body, required: Sequence[int], partition: Any, sums_later: bool = False) -> None:
+    """The stage ``rolled``: scans without values that depend on no carry, with gradients of the required parameters."""
+    differentiable_scans(hoist(body), required, partition, sums_later)
 
 
 def _differentiable(captured: Captured, imported: Imported) -> tuple[int, ...]:

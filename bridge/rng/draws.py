@@ -173,7 +173,8 @@ def _bernoullis(run: list[tuple[Draw, bool]]) -> list[_Maker]:
     """Makers of consecutive Bernoulli draws, each a mask or, where flagged, a tensor of the draw's dtype."""
     masks = [mt19937.Mask(draw.shape, draw.stride, draw.args[0], draw.dtype) for draw, _ in run]
     dtypes = [draw.dtype if wanted else torch.bool for draw, wanted in run]
-    if sum(mask.count for mask in masks) >= _WORTH and all(mask.dense for mask in masks):
+    one_rate = all(draw.steps is None or len({*draw.steps.kept}) == 1 for draw, _ in run)
+    if one_rate and sum(mask.count for mask in masks) >= _WORTH and all(mask.dense for mask in masks):
         kernels = mt19937.compiled()
         if kernels is not None:
             make = mt19937.MaskRun(kernels, masks).draw
@@ -190,8 +191,8 @@ def _steps_by_torch(
     """The masks of all steps, drawn one after the other: only torch's serial rule makes them one draw."""
     whole = mask.empty()
     for row in whole:
-        for part in row.split(steps.counts):
-            part.copy_(mt19937.draw_by_torch(mt19937.Mask(part.shape, (1,), mask.probability, steps.dtype), generator))
+        for part, kept in zip(row.split(steps.counts), steps.kept, strict=True):
+            part.copy_(mt19937.draw_by_torch(mt19937.Mask(part.shape, (1,), kept, steps.dtype), generator))
     return [whole]
 
 

@@ -17,7 +17,7 @@ from bridge.capture.loops.row_calls import CallLoop, NotRolledError, Role, RowCa
 from bridge.capture.observation import Draw, StepMasks
 from bridge.capture.rows import Record, values_in
 
-__all__ = ["FUSED", "MOST_OPERATORS", "draw_of_steps", "dropping", "reached_from", "unrolled_rows"]
+__all__ = ["FUSED", "MOST_OPERATORS", "draw_of_steps", "draws_by_itself", "dropping", "reached_from", "unrolled_rows"]
 
 log = channel("dispatch")
 
@@ -59,7 +59,8 @@ def _closed(carry: Carry, direct: dict[Producer, dict[Role, None]]) -> list[Role
     return list(found)
 
 
-# Dropout masks in loops: eager's draws, call by call → one draw of all steps for each loop.
+# Dropout masks in loops: eager's draws, call by call → one draw of all steps for each loop. Behind a draw with computed
+# parameters, or in a step that has one, each step draws by itself.
 #
 # A row of the draw holds the masks of one step, in eager's order, and the first step's row is first. A step multiplies
 # by its masks as eager's dropout does on the host. On a GPU the draw lists eager's fused dropouts one by one, because
@@ -75,28 +76,34 @@ def dropping(loop: CallLoop, calls: RowCalls) -> list[int]:
     return [index for index in range(loop.period) if loop.start + index in calls.drawn]
 
 
+def draws_by_itself(loop: CallLoop, calls: RowCalls) -> bool:
+    """Whether a step draws from the generator's state, as all draws do from the first one with a computed parameter."""
+    return any(draw.is_computed for row, draw in calls.drawn.items() if row < loop.stop)
+
+
 def draw_of_steps(loop: CallLoop, calls: RowCalls) -> Draw | None:
-    """The masks of all steps of a loop as one draw; ``None`` without masks, ``NotRolledError`` if they are several."""
+    """The masks of all steps of a loop as one draw; ``None`` if a step draws nothing, or draws by itself."""
     drawn = [calls.drawn[loop.start + index] for index in dropping(loop, calls)]
-    if not drawn:
+    if not drawn or draws_by_itself(loop, calls):
         return None
     first, is_fused = drawn[0], drawn[0].op == FUSED
     if not is_fused and any(each.op != _MASK or not is_dense(_like(each)) for each in drawn):
         raise NotRolledError("a draw in a loop that is no mask")
     dtypes = [each.operand and each.operand.dtype if is_fused else each.dtype for each in drawn]
-    if len(set(dtypes)) > 1 or len({(each.op, each.args, each.kwargs, each.device) for each in drawn}) > 1:
-        raise NotRolledError("dropout of several rates or types in a step")
+    if len(set(dtypes)) > 1 or len({(each.op, each.kwargs, each.device) for each in drawn}) > 1:
+        raise NotRolledError("dropout of several types in a step")
     counts = tuple(math.prod(each.shape) for each in drawn)
-    shape = loop.steps, sum(counts)
-    made = replace(first, shape=shape, stride=(shape[1], 1), dtype=torch.bool, steps=StepMasks(counts, dtypes[0]))
+    kept = tuple(1 - each.args[0] if is_fused else each.args[0] for each in drawn)
+    shape, steps = (loop.steps, sum(counts)), StepMasks(counts, kept, dtypes[0])
+    made = replace(first, shape=shape, stride=(shape[1], 1), dtype=torch.bool, steps=steps)
     if not is_fused:
         return made
     if dtypes[0] not in (torch.float32, torch.float64):
         raise NotRolledError("dropout of a half type in a step, which eager rounds once")
     places = dropping(loop, calls)
     rows = [start + place for start in range(loop.start, loop.stop, loop.period) for place in places]
-    steps = replace(made.steps, dropouts=tuple(calls.drawn[row] for row in rows))
-    return Draw(_MASK, shape, made.stride, torch.bool, (1 - first.args[0],), device=first.device, steps=steps)
+    steps = replace(steps, dropouts=tuple(calls.drawn[row] for row in rows))
+    return Draw(_MASK, shape, made.stride, torch.bool, kept[:1], device=first.device, steps=steps)
 
 
 def _like(draw: Draw) -> torch.Tensor:

@@ -113,11 +113,11 @@ class LoopedCall:
 def comparable(real: RealRun) -> tuple | None:
     """A call as data: its rolled record, output metadata and result structure.
 
-    ``None`` with draws, scalar guards, numbers that differ between steps, writes into parts of tensors or into inputs,
+    ``None`` with short loops, draws, scalar guards, numbers that differ between steps, writes into parts of tensors or into inputs,
     custom autograd Functions, literals or free tensors: two lengths cannot be compared then.
     """
     rolled, observation = real.loops, real.observation
-    if rolled is None or rolled.sets or rolled.draws or not rolled.same_steps:
+    if rolled is None or not rolled.is_long or rolled.sets or rolled.draws or not rolled.same_steps:
         return None
     if real.record.reads or real.final or real.functions.uses:
         return None
@@ -216,7 +216,7 @@ log = channel("dispatch")
 
 
 def looped_run(call: SampleCall) -> LoopedCall | None:
-    """One real run of a call with loops; ``None`` if it has none, has refusals, or sets Python state."""
+    """One real run of a call with long loops; ``None`` if it has none, has refusals, or sets Python state."""
     with recording(), undo() as before:
         try:
             real = real_run_of(replace(call, dims=()))
@@ -229,7 +229,7 @@ def looped_run(call: SampleCall) -> LoopedCall | None:
             before.restore()
             return None
         real.loops = rolled_up(real.record, real.made, real.observation.draws)
-    return None if real.loops is None else LoopedCall(real)
+    return LoopedCall(real) if real.loops is not None and real.loops.is_long else None
 
 
 def run_of_any_length(call: LoopedCall, sample: SampleCall) -> FakeRecord:

@@ -23,6 +23,7 @@ from bridge.base.torch_internals import OpOverload, aten, schema, storage_id
 from bridge.capture.loops.find import (
     FUSED,
     draw_of_steps,
+    draws_by_itself,
     dropping,
     reached_from,
 )
@@ -46,7 +47,7 @@ __all__ = ["LEAST_ROWS", "Rolled", "rolled_up"]
 log = channel("dispatch")
 
 LEAST_ROWS = 100
-"""A record with fewer rows is not rolled up."""
+"""A record with fewer rows is short: unrolled for all sizes, it is compiled quickly."""
 
 _WITH_TENSOR = {op: op.overloadpacket.Tensor for op in (*COMPARING, aten.rsub.Scalar)}
 """Operator with a number -> its overload with a tensor in the number's place; other operators take either."""
@@ -67,6 +68,7 @@ class Rolled:
         writes: whether a row writes in place that could not be made functional.
         same_steps: whether steps differ only in carries and parts, and write into no part of a tensor.
         sets: whether it writes inputs.
+        is_long: whether the record has :data:`LEAST_ROWS` rows or more, at least half of which the loops leave out.
     """
 
     record: Record
@@ -75,25 +77,23 @@ class Rolled:
     writes: bool = False
     same_steps: bool = True
     sets: bool = False
+    is_long: bool = False
 
 
 def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> Rolled | None:
-    """Rolls up the loops of a record; ``None`` if it cannot, or if that removes less than half of its rows.
+    """Rolls up the loops of a record; ``None`` if it has none, or if it cannot.
 
     Args:
         results: the leaves of the run's result, values for tensors.
         draws: the run's draws.
     """
-    if len(record.rows) < LEAST_ROWS or any(len(form.stride) != len(form.shape) for form in record.forms):
-        return None  # too short, or with tensors that have no strides
+    if any(len(form.stride) != len(form.shape) for form in record.forms):
+        return None  # tensors without strides
     try:
         record = casts_first(record)
         calls = calls_of(record, results, draws)
         loops = find_loops(calls)
-        left_out = sum(loop.period * (loop.steps - 1) for loop in loops)
-        if 2 * left_out < len(calls.rows) or not loops:
-            return None
-        return _Roller(record, calls, loops).rolled
+        return _Roller(record, calls, loops).rolled if loops else None
     except NotRolledError as error:
         log.debug("loops are left as they are: %s", error)
         return None
@@ -105,7 +105,9 @@ class _Roller(LoopReplay):
     def __init__(self, record: Record, calls: RowCalls, loops: Sequence[CallLoop]):
         self.calls, self.out, self.call = calls, (out := MadeRows(record)), out.call
         super().__init__(calls, loops, out)
-        self.rolled = Rolled(out.record, sets=bool(calls.last))
+        left_out = sum(loop.period * (loop.steps - 1) for loop in loops)
+        is_long = len(record.rows) >= LEAST_ROWS and 2 * left_out >= len(calls.rows)
+        self.rolled = Rolled(out.record, sets=bool(calls.last), is_long=is_long)
         self.made.update((value, ValueRef(leaf)) for value, (row, leaf) in enumerate(calls.made) if row < 0)
         self.run()
         self.rolled.draws = out.draws
@@ -223,7 +225,7 @@ class _Roller(LoopReplay):
         firsts = [self.value(carry.first) for carry in loop.carries]
         constants = {role: self.value(role.value) for role in loop.of_kind(Constant)}
         numbers = {index: self._numbers(loop, index, each, known.reverse) for index, each in loop.numbers.items()}
-        masks = self._masks(loop, known.reverse)
+        masks, by_itself = self._masks(loop, known.reverse), draws_by_itself(loop, calls)
         given = [*whole.values(), *numbers.values(), *masks]
         parts = [self.call(PART, each, number, place) for place, each in enumerate(given)]
         first_of = dict(zip(loop.carries, firsts, strict=True))
@@ -240,7 +242,10 @@ class _Roller(LoopReplay):
                 made[index, 0] = given[loop.taken[index]]
                 continue
             call, last = calls.rows[loop.start + index], calls.rows[loop.stop - period + index]
+            draw = calls.drawn.get(loop.start + index)
             if not call.makes:  # it only draws
+                if by_itself:
+                    raise NotRolledError("a draw of what nothing else needs")
                 continue
             read = [made[role] if isinstance(role, Local) else given[role] for role in roles]
             if index in loop.written:
@@ -248,9 +253,9 @@ class _Roller(LoopReplay):
                 self.rolled.writes = True
             elif index in mask_of:
                 self.out.like = last.row
-                results = [self._dropped(read[0], mask_of[index], calls.drawn[loop.start + index])]
+                results = [self._dropped(read[0], mask_of[index], draw)]
             else:
-                results = self._call(call, read, last, number_of.get(index))
+                results = self._call(call, read, last, number_of.get(index), draw)
             made.update(((index, leaf), each) for leaf, each in enumerate(results))
         for place, carry in enumerate(loop.carries):
             after = made[carry.row, carry.leaf] if carry.of is None else before[carry.of]

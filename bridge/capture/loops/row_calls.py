@@ -244,10 +244,8 @@ class RowCalls(Rows):
         return all(self._is_followed_alike(loop, index) for index in range(loop.period))
 
     def _draws_alike(self, numbers: Sequence[int]) -> bool:
-        """Whether rows draw nothing, or dropout masks with one metadata."""
-        found = {self.drawn.get(number) for number in numbers if self.drawn}
-        drops = self.rows[numbers[0]].row.op is aten.dropout.default
-        return not found - {None} or (len(found) == 1 and drops)
+        """Whether rows draw nothing, or draw with one metadata."""
+        return len({self.drawn.get(number) for number in numbers if self.drawn}) < 2
 
     def _written(self, group: Sequence[Any], loop: CallLoop) -> StepParts | None:
         """The parts that rows write, each into the tensor that the row of the step before made and only it reads."""
@@ -286,6 +284,7 @@ def calls_of(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> R
 class _Reader:
     def __init__(self, record: Record, results: Sequence[Any], draws: Sequence[Draw]):
         self.record, self.draws, self.calls = record, draws, RowCalls()
+        self._first_computed = next((index for index, draw in enumerate(draws) if draw.is_computed), len(draws))
         self._now: dict[int, int] = {}  # the record's values → their current SSA values
         self._sharing: dict[int, list[int]] = {}
         inputs = [*range(record.inputs), *record.free]
@@ -376,9 +375,11 @@ class _Reader:
                 raise NotRolledError(str(error)) from None
         kind = row.op, constants, numbered, part is None, row.grad, repr(gives), through, targets
         kind += tuple([calls.forms[value].layout for value in (*reads, *makes)])
-        if barred or _is_barred(row) or (len(calls.rows) in calls.drawn and row.op is not aten.dropout.default):
-            kind = object()
-        if any(calls.forms[value].dtype.is_complex for value in (*reads, *makes)):
+        draw = calls.drawn.get(len(calls.rows))
+        if draw is not None:
+            kind += (row.draws[0] >= self._first_computed,)
+        draws_otherwise = draw is not None and row.op is not aten.dropout.default and not draw.is_computed
+        if barred or _is_barred(row) or draws_otherwise:
             kind = object()
         alone = targets == len(through) == 1 and not barred
         calls.rows.append(RowCall(row, kind, tuple(reads), tuple(makes), part, None, numbered, through, targets, alone))
@@ -451,11 +452,7 @@ def _is_barred(row: Row) -> bool:
     op = row.op
     if not isinstance(op, OpOverload) or op.namespace != "aten" or op.overloadpacket in _NEVER:
         return True
-    if torch.Tag.dynamic_output_shape in op.tags:
-        return True
-    return (
-        torch.Tag.nondeterministic_seeded in op.tags and op is not aten.dropout.default and row.draws[0] < row.draws[1]
-    )
+    return torch.Tag.dynamic_output_shape in op.tags
 
 
 def _numbered(row: Row, reads: Sequence[Form]) -> int | None:

@@ -160,10 +160,12 @@ def test_casts_and_half_layers_are_steps(make):
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_a_call_of_few_operators_is_traced_as_it_is(monkeypatch):
+def test_loops_of_few_operators_are_of_one_length(monkeypatch):
     monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 100)
     short, long = (lower(Lstm(), torch.randn(2, steps, 3)) for steps in (6, 12))
-    assert not marks_of(short) and marks_of(long)
+    assert marks_of(short) and marks_of(long)
+    assert [each.captured.loop.is_recorded for each in (short, long)] == [False, True]
+    assert short.captured.loop.recording is None
 
 
 def test_every_stage_is_checked():

@@ -72,8 +72,7 @@ def test_as_many_steps_as_you_like():
 @pytest.mark.sweep  # layers share their kernels in the same way, and steps are loops
 def test_as_many_unrolled_steps_as_you_like(monkeypatch):
     """From the length at which sums over the steps are cut; 96 steps have as many kernels."""
-    monkeypatch.setattr("bridge.lowering.pipeline.rolled", lambda body, *_: None)
-    monkeypatch.setattr("bridge.capture.loops.rolled.LEAST_ROWS", 10**9)
+    monkeypatch.setattr("bridge.capture.steady_call._find_loops", lambda real: None)
     short, long = (compiled(Unrolled(), 3, steps, 6) for steps in (24, 32))
     for few, many in zip(short, long, strict=True):
         assert len(many.kernels) == len(few.kernels) < len(few.steps) / 4
