@@ -7,7 +7,7 @@ from tests.map import PRODUCT, ROOT, files, main, related_tests
 NEAREST = {
     "bridge/capture/twin.py": "tests/bridge/capture/test_twin.py",
     "bridge/capture/packed.py": "tests/bridge/capture/test_packed.py",
-    "bridge/capture/loops/find.py": "tests/bridge/capture/test_unrolled.py",
+    "bridge/capture/loops/prove.py": "tests/bridge/capture/test_unrolled.py",
     "autodiff/zapp.py": "tests/autodiff/test_zapp.py",
     "bridge/api.py": "tests/bridge/dispatch/test_lifecycle.py",
 }

@@ -296,6 +296,8 @@ def mark(importer, node, value, *numbers):
     elif name != "loop_part":
         importer.draws.leave()
     parts = value.parts if isinstance(value, Complex) else (value,)
-    places = range(2 * place, 2 * place + 2)
-    made = [importer.library(name, [part, loop, at, *rest], importer.out(node)) for part, at in zip(parts, places)]
+    made = [
+        importer.library(name, [part, loop, 2 * place + index, *rest], importer.out(node))
+        for index, part in enumerate(parts)
+    ]
     return Complex(*made) if isinstance(value, Complex) else made[0]

@@ -42,7 +42,7 @@ from bridge.capture.custom_functions import Chosen
 from bridge.capture.fake_run import FakeRecord, differences, fake_run_of, same_numbers
 from bridge.capture.inplace_rules import FOREIGN_DRAW, OTHER_NAME
 from bridge.capture.kept_state import KeptState, kept_state
-from bridge.capture.loops.find import unrolled_rows
+from bridge.capture.loops.prove import unrolled_rows
 from bridge.capture.loops.rolled import rolled_up
 from bridge.capture.numbers import Counted, Counter
 from bridge.capture.packed import PackedUseError

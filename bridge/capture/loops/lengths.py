@@ -113,8 +113,8 @@ class LoopedCall:
 def comparable(real: RealRun) -> tuple | None:
     """A call as data: its rolled record, output metadata and result structure.
 
-    ``None`` with short loops, draws, scalar guards, numbers that differ between steps, writes into parts of tensors or into inputs,
-    custom autograd Functions, literals or free tensors: two lengths cannot be compared then.
+    ``None`` with short loops, draws, scalar guards, numbers that differ between steps, writes into parts of tensors or
+    into inputs, custom autograd Functions, literals or free tensors: two lengths cannot be compared then.
     """
     rolled, observation = real.loops, real.observation
     if rolled is None or not rolled.is_long or rolled.sets or rolled.draws or not rolled.same_steps:

@@ -1,37 +1,31 @@
 """Loops rolled up: the record of a run → a record with one step of each loop in the place of all its steps.
 
-All steps are proven to be equal (:mod:`bridge.capture.loops.find`). Marks give a step its inputs and take its results
+All steps are proven to be equal (:mod:`bridge.capture.loops.prove`). Marks give a step its inputs and take its results
 (:mod:`bridge.capture.loops.operators`). Later rows read the last carries, or tensors with the steps in front. On
 tensors with the recorded layouts, the new rows compute the same as the old ones. They are few, so later stages take
-about as long for 1,000 steps as for 10.
+about as long for 1,000 steps as for 10. The inputs and results of a step become tensors with the steps in front. Parts
+of one tensor are cut out of it; a later reader of one step's value gets a slice of all steps' results; a concatenation
+of adjacent steps' results reads them at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
 
-from autodiff.scan.prove import Carry, Constant, Local, Producer, StepParts, find_loops
-from autodiff.scan.replay import LoopReplay, Movements, ReplayedLoop
 from bridge.base.log import channel
-from bridge.base.torch_fakes import meta_tensor
-from bridge.base.torch_internals import OpOverload, aten, schema, storage_id
-from bridge.capture.loops.find import (
-    FUSED,
-    draw_of_steps,
-    draws_by_itself,
-    dropping,
-    reached_from,
-)
+from bridge.base.torch_internals import OpOverload, aten, schema
+from bridge.capture.loops.made_rows import MadeRows
 from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
+from bridge.capture.loops.prove import FUSED, draw_of_steps, draws_by_itself, dropping, find_loops, reached_from
+from bridge.capture.loops.proven_loop import Carry, Constant, Local, Producer, ProvenLoop, StepParts
 from bridge.capture.loops.row_calls import (
     COMPARING,
     CREATING,
-    CallLoop,
     NotRolledError,
     RowCall,
     RowCalls,
@@ -39,7 +33,7 @@ from bridge.capture.loops.row_calls import (
 )
 from bridge.capture.observation import Draw
 from bridge.capture.opened import casts_first
-from bridge.capture.rows import Form, Record, Row, ValueRef, form_of, mapped, values_in
+from bridge.capture.rows import Form, Record, Row, ValueRef, mapped, values_in
 
 __all__ = ["LEAST_ROWS", "Rolled", "rolled_up"]
 
@@ -52,7 +46,6 @@ LEAST_ROWS = 100
 _WITH_TENSOR = {op: op.overloadpacket.Tensor for op in (*COMPARING, aten.rsub.Scalar)}
 """Operator with a number -> its overload with a tensor in the number's place; other operators take either."""
 
-_META = torch.device("meta")
 _WITH = ValueRef(-1)
 """Placeholder of a value in the place of a call's number."""
 
@@ -99,30 +92,141 @@ def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> 
         return None
 
 
-class _Roller(LoopReplay):
+@dataclass
+class _ReplayedLoop:
+    """A loop that was made: its last carries, and its results of all steps.
+
+    Attributes:
+        steps, reverse: number of steps, and whether tensors of all steps begin with the last step.
+    """
+
+    steps: int
+    reverse: bool
+    last: dict[Producer, ValueRef] = field(default_factory=dict)
+    whole: dict[Producer, ValueRef] = field(default_factory=dict)
+
+    def position(self, step: int) -> int:
+        """The index of a step in tensors of all steps."""
+        return self.steps - 1 - step if self.reverse else step
+
+
+class _Roller:
     """Replays a record's calls, some of them as loops, into a new record."""
 
-    def __init__(self, record: Record, calls: RowCalls, loops: Sequence[CallLoop]):
-        self.calls, self.out, self.call = calls, (out := MadeRows(record)), out.call
-        super().__init__(calls, loops, out)
+    def __init__(self, record: Record, calls: RowCalls, loops: Sequence[ProvenLoop]):
+        self.calls, self.loops, self.out, self.call = calls, loops, (out := MadeRows(record)), out.call
+        self.made: dict[int, ValueRef] = {}
+        self.replayed: list[_ReplayedLoop] = []
+        self.loop_of = {row: number for number, loop in enumerate(loops) for row in range(loop.start, loop.stop)}
+        self._others = [row for row in range(len(calls.rows)) if row not in self.loop_of]
         left_out = sum(loop.period * (loop.steps - 1) for loop in loops)
         is_long = len(record.rows) >= LEAST_ROWS and 2 * left_out >= len(calls.rows)
         self.rolled = Rolled(out.record, sets=bool(calls.last), is_long=is_long)
         self.made.update((value, ValueRef(leaf)) for value, (row, leaf) in enumerate(calls.made) if row < 0)
-        self.run()
+        self._run()
         self.rolled.draws = out.draws
         self.rolled.results = [self.value(each.number) if type(each) is ValueRef else each for each in calls.results]
 
-    def outside(self, value: int) -> ValueRef:
-        part = self.calls.part(value)
-        return self.out.part(self.value(part.of), *part[1:])
+    def _run(self) -> None:
+        """Makes all rows and loops, in order."""
+        begins = {loop.start: number for number, loop in enumerate(self.loops)}
+        for row in sorted([*self._others, *begins]):
+            if row not in begins:
+                self._row(row)
+                continue
+            loop = self.loops[begins[row]]
+            known = _ReplayedLoop(loop.steps, bool(loop.parts) and all(map(self._falls, loop.parts)))
+            self._loop(begins[row], loop, known)
+            self.replayed.append(known)
 
-    def of_step(self, whole: ValueRef, position: int, value: int) -> ValueRef:
-        return self.call(aten.clone.default, self.call(aten.select.int, whole, 0, position))
+    def value(self, value: int) -> ValueRef:
+        """The new value of an old one; a step's result is sliced at its first use."""
+        if value not in self.made:
+            place = self.place(value)
+            if place is None or place[2].row in self.loops[place[0]].taken:
+                part = self.calls.part(value)
+                self.made[value] = self.out.part(self.value(part.of), *part[1:])
+            elif self._is_last(place):
+                self.made[value] = self.replayed[place[0]].last[place[2]]
+            else:
+                known = self.replayed[place[0]]
+                part = self.call(aten.select.int, known.whole[place[2]], 0, known.position(place[1]))
+                self.made[value] = self.call(aten.clone.default, part)
+        return self.made[value]
+
+    def place(self, value: int) -> tuple[int, int, Producer] | None:
+        """The origin of a value in a loop: the loop's number, the step, the result of a step; else ``None``."""
+        row, leaf = self.calls.made[value]
+        number = self.loop_of.get(row)
+        if number is None:
+            return None
+        step, index = divmod(row - self.loops[number].start, self.loops[number].period)
+        return number, step, Producer(index, leaf)
+
+    def _is_last(self, place: tuple[int, int, Producer]) -> bool:
+        """Whether a value is a carry's value after the last step."""
+        loop = self.loops[place[0]]
+        return place[1] == loop.steps - 1 and place[2] in loop.carried
+
+    def leaving(self, number: int) -> list[Producer]:
+        """The results of a step that are read after the loop, for any step."""
+        found: dict[Producer, None] = {}
+        values = [value for row in self._others for value in self.calls.reads[row]]
+        for other, loop in enumerate(self.loops):
+            of_loops = [parts.of for parts in loop.parts if isinstance(parts.of, tuple)]
+            found.update((Producer(row, leaf), None) for of, row, leaf in of_loops if of == number)
+            values += loop.given if other != number else ()
+        for place in map(self.place, (*values, *self.calls.needed)):
+            if place is None or place[0] != number or place[2].row in self.loops[number].taken:
+                continue
+            if not self._is_last(place):
+                found.setdefault(place[2])
+        return list(found)
+
+    def adjacent(self, values: Sequence[int]) -> list[list[int]]:
+        """Consecutive values grouped by adjacent steps, ascending or descending, of one result."""
+        groups: list[list[int]] = []
+        places, steps = [self.place(value) for value in values], 0
+        for value, (before, place) in zip(values, pairwise([None, *places]), strict=True):
+            apart = place[1] - before[1] if None not in (place, before) and place[::2] == before[::2] else 0
+            if abs(apart) == 1 and (len(groups[-1]) == 1 or apart == steps):
+                groups[-1].append(value)
+                steps = apart
+            else:
+                groups.append([value])
+        return groups
+
+    def of_steps(self, values: Sequence[int]) -> ValueRef:
+        """Adjacent steps' values as one tensor with the steps in front, in the given order."""
+        (number, first, producer), (_, last, _) = self.place(values[0]), self.place(values[-1])
+        known = self.replayed[number]
+        begin, end = known.position(first), known.position(last)
+        whole = self.out.narrowed(known.whole[producer], 0, min(begin, end), len(values))
+        return self.out.flip(whole) if end < begin else whole
+
+    def _falls(self, parts: StepParts) -> bool:
+        """Whether later steps read earlier positions of the tensor."""
+        return parts.falls != (isinstance(parts.of, tuple) and self.replayed[parts.of[0]].reverse)
+
+    def in_front(self, parts: StepParts, known: _ReplayedLoop) -> ValueRef:
+        """A tensor with the parts of all steps in front, in the order of the loop's tensors."""
+        of, dim, first, step, extent, _ = parts
+        steps, end, apart = known.steps, first + step * (known.steps - 1), abs(step)
+        if isinstance(of, tuple):
+            loop = self.replayed[of[0]]
+            begin, whole = min(loop.position(first), loop.position(end)), loop.whole[Producer(*of[1:])]
+            if apart == 1:
+                whole = self.out.narrowed(whole, 0, begin, steps)
+            else:
+                whole = self.out.slice(whole, 0, begin, begin + apart * (steps - 1) + 1, apart)
+        else:
+            whole = self.out.narrowed(self.value(of), dim, min(first, end), apart * (steps - 1) + extent)
+            whole = self.out.windows(whole, parts, steps)
+        return self.out.flip(whole) if self._falls(parts) != known.reverse else whole
 
     # Calls
 
-    def row(self, row: int) -> None:
+    def _row(self, row: int) -> None:
         """Adds a call that is in no loop; a part of a tensor is added at its readers."""
         call = self.calls.rows[row]
         if not call.makes and row in self.calls.drawn:
@@ -216,7 +320,7 @@ class _Roller(LoopReplay):
 
     # Loops
 
-    def loop(self, number: int, loop: CallLoop, known: ReplayedLoop) -> None:
+    def _loop(self, number: int, loop: ProvenLoop, known: _ReplayedLoop) -> None:
         """Adds one step of a loop between its marks."""
         calls, period, steps = self.calls, loop.period, loop.steps
         self.out.like = calls.rows[loop.stop - period].row
@@ -269,14 +373,14 @@ class _Roller(LoopReplay):
             values = self.call(STEPS, made[index, 0], number, place, steps)
             known.last[Producer(index, 0)] = self._written(written, values, known.reverse)
 
-    def _numbers(self, loop: CallLoop, index: int, numbers: Sequence[Any], reverse: bool) -> ValueRef:
+    def _numbers(self, loop: ProvenLoop, index: int, numbers: Sequence[Any], reverse: bool) -> ValueRef:
         call, last = self.calls.rows[loop.start + index], self.calls.rows[loop.stop - loop.period + index]
         form = self.calls.forms[call.reads[0] if call.row.op in COMPARING else last.makes[0]]
         return self.out.literal(
             torch.tensor(numbers[::-1] if reverse else numbers, dtype=form.dtype, device=form.device)
         )
 
-    def _masks(self, loop: CallLoop, reverse: bool) -> list[ValueRef]:
+    def _masks(self, loop: ProvenLoop, reverse: bool) -> list[ValueRef]:
         """Draws the masks of all steps at once → one value with a row for each step, or none."""
         draw = draw_of_steps(loop, self.calls)
         if draw is None:
@@ -288,7 +392,7 @@ class _Roller(LoopReplay):
             return []
         return [self.out.flip(whole) if reverse else whole]
 
-    def _mask_of(self, loop: CallLoop, steps: Sequence[ValueRef]) -> dict[int, ValueRef]:
+    def _mask_of(self, loop: ProvenLoop, steps: Sequence[ValueRef]) -> dict[int, ValueRef]:
         """Row of a step that drops out -> its mask."""
         if not steps:
             return {}
@@ -345,103 +449,3 @@ def _out_of_place(call: RowCall, layouts: Sequence[Form]) -> Any:
     if same is None or schema(same).is_mutable or not (written.dtype.is_floating_point and is_dense):
         return op
     return same
-
-
-# Row builder: operators on values of a record → a new record with these rows and the layouts of their results.
-#
-# Operators run only on meta tensors, which give the layouts of new values.
-
-
-class MadeRows(Movements):
-    """Builds the rows of a new record from the values of an old one; meta tensors give the layouts of new values."""
-
-    def __init__(self, of: Record):
-        known = {"inputs": of.inputs, "literals": dict(of.literals), "free": of.free, "reads": of.reads}
-        self.record = Record(forms=list(of.forms), memory=list(of.memory), **known)
-        self.draws: list[Draw] = []
-        self.like: Row | None = None  # gives line, path and grad mode of the next rows
-        self._metas: dict[int, torch.Tensor] = {}
-        self._memory: dict[int, int] = {}
-
-    def shape(self, value: ValueRef) -> Sequence[int]:
-        """The shape of a value."""
-        return self.record.forms[value.number].shape
-
-    def _meta(self, value: ValueRef) -> torch.Tensor:
-        number = value.number
-        if number not in self._metas:
-            self._metas[number] = made = meta_tensor(self.record.forms[number])
-            memory = self.record.memory[number]
-            self._memory.setdefault(storage_id(made), number if memory < 0 else memory)
-        return self._metas[number]
-
-    def _value(self, made: torch.Tensor, device: torch.device, requires_grad: bool = False) -> ValueRef:
-        number = len(self.record.forms)
-        self.record.forms.append(form_of(made)._replace(device=device, requires_grad=requires_grad))
-        self.record.memory.append(self._memory.setdefault(storage_id(made), number))
-        self._metas[number] = made
-        return ValueRef(number)
-
-    def literal(self, tensor: torch.Tensor) -> ValueRef:
-        """Adds a literal: a tensor that is no input and made by no row."""
-        made = self._value(tensor.to(_META), tensor.device)
-        self.record.literals[made.number] = tensor
-        return made
-
-    def of_layout(self, form: Form, base: ValueRef | None) -> ValueRef:
-        """A new value with a layout; ``base``: a value whose memory it shares."""
-        if base is not None and self.record.forms[base.number].dtype == form.dtype:
-            made = self._meta(base).as_strided(form.shape, form.stride)
-        else:
-            made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=_META)
-        return self._value(made, form.device, form.requires_grad)
-
-    def add(self, op: Any, args: tuple, kwargs: dict, results: Any, draw: Draw | None = None) -> None:
-        """Adds a row."""
-        like, before = self.like, len(self.draws)
-        if draw is not None:
-            self.draws.append(draw)
-        draws = before, len(self.draws)
-        self.record.rows.append(Row(op, args, kwargs, results, like.grad, draws, like.where, like.path))
-
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """Adds a row for an operator's call and makes its results as new values → the results."""
-        device = self.record.forms[next(values_in(args))].device
-        with torch.no_grad():
-            metas = mapped((args, kwargs), ValueRef, self._meta)
-            results = mapped(op(*metas[0], **metas[1]), torch.Tensor, lambda made: self._value(made, device))
-        self.add(op, args, kwargs, results)
-        return results
-
-    def part(self, whole: ValueRef, dim: int, begin: int, extent: int, squeezed: bool) -> ValueRef:
-        """Takes a part of a value, as :class:`autodiff.scan.prove.Part`."""
-        if squeezed:
-            return self.call(aten.select.int, whole, dim, begin)
-        return self.narrowed(whole, dim, begin, extent)
-
-    def contiguous(self, value: ValueRef) -> ValueRef:
-        """A contiguous copy."""
-        return self.call(aten.clone.default, value, memory_format=torch.contiguous_format)
-
-    def slice(self, value: ValueRef, dim: int, begin: int, end: int, step: int = 1) -> ValueRef:
-        return self.call(aten.slice.Tensor, value, dim, begin, end, *[step] * (step > 1))
-
-    def permute(self, value: ValueRef, axes: list[int]) -> ValueRef:
-        return self.call(aten.permute.default, value, axes)
-
-    def flip(self, value: ValueRef) -> ValueRef:
-        return self.call(aten.flip.default, value, [0])
-
-    def windows(self, value: ValueRef, parts: StepParts, steps: int) -> ValueRef:
-        """The parts of all steps with the steps in front; parts may overlap or leave gaps."""
-        dim, extent, apart, squeezed = parts.dim, parts.extent, abs(parts.step), parts.form
-        if apart == extent and not squeezed:
-            value = self.call(aten.unflatten.int, value, dim, [steps, extent])
-        elif apart != extent:
-            value = self.call(aten.unfold.default, value, dim, extent, apart)
-            rank = len(self.shape(value))
-            if squeezed:
-                value = self.call(aten.squeeze.dim, value, -1)
-            else:
-                value = self.in_order(value, [*range(dim + 1), rank - 1, *range(dim + 1, rank - 1)])
-        return self.to_front(value, dim)

@@ -5,10 +5,10 @@ So a call depends only on the values that it reads. Two calls of one kind are th
 on tensors with the same layouts. Calls that take a part of a tensor (``x[:, 3]``) may differ in the part's start. A
 write of a part (``out[t] = h``: a view, and a copy into it) is one call.
 
-:mod:`autodiff.scan.prove` proves that the steps of a loop are one function. Beside carries, constants and parts of a
-tensor, a call may read a tensor that is *written* part by part: the same call of the step before has written it, and
-each step writes the next part. The numbers of one call in all steps are a sequence. In the first steps autograd may not
-yet track values that it tracks later, because the initial state requires no grad. The function is the same.
+:mod:`bridge.capture.loops.prove` proves that the steps of a loop are one function. Beside carries, constants and parts
+of a tensor, a call may read a tensor that is *written* part by part: the same call of the step before has written it,
+and each step writes the next part. The numbers of one call in all steps are a sequence. In the first steps autograd may
+not yet track values that it tracks later, because the initial state requires no grad. The function is the same.
 """
 
 from __future__ import annotations
@@ -23,26 +23,23 @@ from typing import Any, NamedTuple
 import torch
 
 from autodiff.lazy import cached_property
-from autodiff.scan.prove import (
+from bridge.base.torch_internals import OpOverload, aten
+from bridge.capture.loops.proven_loop import (
     FURTHEST,
     Carry,
-    Constant,
     Local,
     Part,
     Producer,
     ProvenLoop,
-    Rows,
+    Role,
     StepParts,
     step_parts,
 )
-from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture.observation import Draw
 from bridge.capture.passes.decompositions import may_raise
 from bridge.capture.rows import Form, Record, Row, ValueRef, key_of, mapped, values_in, written
 
-__all__ = ["COMPARING", "CREATING", "CallLoop", "NotRolledError", "Role", "RowCall", "RowCalls", "calls_of"]
-
-Role = Local | Carry | Constant | StepParts
+__all__ = ["COMPARING", "CREATING", "NotRolledError", "RowCall", "RowCalls", "calls_of"]
 
 
 class NotRolledError(Exception):
@@ -88,7 +85,7 @@ class RowCall(NamedTuple):
         kind: equal for calls that compute the same, but for the start of a part and the number.
         reads: the values of its operands, with repetitions, then of tensors that share the memory that it writes.
         makes: the values that it makes, in order: its new results, then the new values of ``through``.
-        part: the part that it takes, if it takes one; the part's form: whether the axis is dropped.
+        part: the part that it takes, if it takes one.
         into: the part that it writes, if it writes one: it reads (old whole, new value of the part), makes (new whole).
         numbered: the position of its only number, which may differ between calls of one kind, in the arguments.
         through: indices among ``reads`` of tensors that get new values.
@@ -118,30 +115,7 @@ class RowCall(NamedTuple):
 
 
 @dataclass
-class CallLoop(ProvenLoop):
-    """A proven loop.
-
-    Attributes:
-        written: row of a step -> the parts of a tensor that it writes, one per step. Its role is the part's new value.
-        numbers: row of a step whose number differs between steps -> the numbers of all steps.
-    """
-
-    written: dict[int, StepParts] = field(default_factory=dict)
-    numbers: dict[int, tuple[int | float, ...]] = field(default_factory=dict)
-
-    @property
-    def carried(self) -> set[Producer]:
-        """The carried values, including tensors that rows write."""
-        return super().carried | {Producer(row, 0) for row in self.written}
-
-    @property
-    def given(self) -> list[Any]:
-        """The loop's inputs, including tensors that rows write."""
-        return super().given + [parts.of for parts in self.written.values()]
-
-
-@dataclass
-class RowCalls(Rows):
+class RowCalls:
     """The calls of a record, as rows for the proof of loops; values are numbers.
 
     Attributes:
@@ -164,14 +138,17 @@ class RowCalls(Rows):
 
     @cached_property
     def kinds(self) -> list[Hashable]:
+        """By row; equal for rows that do the same, except for the begin of a part that they take."""
         return [row.kind for row in self.rows]
 
     @cached_property
     def reads(self) -> list[Sequence[int]]:
+        """By row, the values that it reads."""
         return [row.reads for row in self.rows]
 
     @cached_property
     def taken(self) -> list[Part | None]:
+        """By row, the part of a value that it takes, or ``None``."""
         return [row.part for row in self.rows]
 
     @cached_property
@@ -206,11 +183,9 @@ class RowCalls(Rows):
             return Part(of, dim, leaf, 1, True)
         return Part(of, dim, leaf * first[dim], first[dim], False)
 
-    def loop(self, start: int, period: int, steps: int) -> CallLoop:
-        return CallLoop(start, period, steps)
-
-    def columns(self, loop: CallLoop, index: int) -> list[Sequence[int]] | None:
-        """The values that a row reads in all steps, by operand (of a write of a part, its new value), or ``None``."""
+    def columns(self, loop: ProvenLoop, index: int) -> list[Sequence[int]] | None:
+        """By operand of a row of a step (of a write of a part: its new value), the values in all steps; ``None`` if no
+        step may have the row."""
         numbers = loop.group(index)
         group = [self.rows[number] for number in numbers]
         if not self._draws_alike(numbers):
@@ -226,7 +201,7 @@ class RowCalls(Rows):
         loop.written[index] = written
         return columns[1:2]
 
-    def is_own(self, loop: CallLoop, index: int, roles: Sequence[Role]) -> bool:
+    def is_own(self, loop: ProvenLoop, index: int, roles: Sequence[Role]) -> bool:
         """Whether a row writes only memory that is carried or made in the step, and that no value outside shares."""
         row = self.rows[loop.start + index]
         for place, of in enumerate(() if index in loop.written else row.through):
@@ -236,10 +211,10 @@ class RowCalls(Rows):
                 return False
         return True
 
-    def is_whole(self, loop: CallLoop) -> bool:
+    def is_whole(self, loop: ProvenLoop) -> bool:
         """Whether a loop carries a value or only draws, and autograd tracks all steps alike."""
         step = self.rows[loop.start : loop.start + loop.period]
-        if not super().is_whole(loop) and any(row.reads or row.makes for row in step):
+        if not loop.carries and any(row.reads or row.makes for row in step):
             return False
         return all(self._is_followed_alike(loop, index) for index in range(loop.period))
 
@@ -247,7 +222,7 @@ class RowCalls(Rows):
         """Whether rows draw nothing, or draw with one metadata."""
         return len({self.drawn.get(number) for number in numbers if self.drawn}) < 2
 
-    def _written(self, group: Sequence[Any], loop: CallLoop) -> StepParts | None:
+    def _written(self, group: Sequence[Any], loop: ProvenLoop) -> StepParts | None:
         """The parts that rows write, each into the tensor that the row of the step before made and only it reads."""
         first = group[0].reads[0]
         if self.made[first].row >= loop.start:
@@ -259,7 +234,7 @@ class RowCalls(Rows):
         parts = step_parts([each.into._replace(of=first) for each in group])
         return None if parts is None or abs(parts.step) != parts.extent else parts
 
-    def _is_followed_alike(self, loop: CallLoop, index: int) -> bool:
+    def _is_followed_alike(self, loop: ProvenLoop, index: int) -> bool:
         """Whether autograd tracks a row's results in all steps or in none, the first steps aside."""
         forms, group = self.forms, [self.rows[number] for number in loop.group(index)]
         last = [forms[value].requires_grad for value in group[-1].makes]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autodiff.scan import prove
 from bridge import UnsupportedModule, lower, stats
+from bridge.capture.loops import prove
 from tests.bridge.capture.looped_networks import marks_of
 from tests.bridge.compare import check_module
 from tests.sampling import sampled

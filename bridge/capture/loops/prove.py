@@ -1,38 +1,50 @@
-"""Loop detection among rows: abstract rows -> loops whose steps are proven to be one function of their inputs.
+"""Loop detection among rows: the calls of a record -> loops whose steps are proven to be one function of their inputs.
 
-The caller defines the rows (:class:`Rows`): bindings of a Relax function (:mod:`autodiff.scan.roll`), or recorded calls
-of torch's operators (``bridge.capture.loops.find``). Each row has a kind, and reads and makes values; rows of one kind
-are the same operator with the same constants on values of the same layouts. All steps of a loop have rows of the same
-kinds, in order, and each value that a row of a step reads is, in all steps,
-
-* *local*: a result of one row of the same step,
-* a *carry*: a result of one row of the previous step, or of an earlier step; in the first steps, values from before the
-  loop,
-* a *constant*: one value from before the loop, or
-* a *part* of one value: each step reads equally much further (or before) along one axis, or an earlier loop's result
-  equally many steps later; the step itself takes the part, or it was taken before. Parts may overlap or leave gaps.
-
-Then the steps are one function of carries, parts and constants. Anything else is no loop.
+Each row (:class:`~bridge.capture.loops.row_calls.RowCall`) has a kind, and reads and makes values; rows of one kind are
+the same operator with the same constants on values of the same layouts. All steps of a loop have rows of the same
+kinds, in order, and each value that a row of a step reads has one role in all steps
+(:mod:`bridge.capture.loops.proven_loop`). Then the steps are one function of carries, parts and constants. Anything
+else is no loop.
 
 Periods: the kinds of rows -> runs of rows that repeat with a period. A run is only a candidate for a proof.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-__all__ = ["FURTHEST", "Carry", "Constant", "Local", "Part", "PeriodicRun", "Producer", "ProvenLoop"]
-__all__ += ["Rows", "StepParts", "find_loops", "step_parts"]
+from bridge.base.errors import Unsupported
+from bridge.base.log import channel
+from bridge.base.torch_internals import is_dense
+from bridge.capture.loops.proven_loop import (
+    FURTHEST,
+    Carry,
+    Constant,
+    Local,
+    Producer,
+    ProvenLoop,
+    Role,
+    StepParts,
+    step_parts,
+)
+from bridge.capture.loops.row_calls import NotRolledError, RowCalls
+from bridge.capture.observation import Draw, StepMasks
+from bridge.capture.rows import Record, values_in
+
+__all__ = ["FUSED", "MOST_OPERATORS", "PeriodicRun", "draw_of_steps", "draws_by_itself", "dropping", "find_loops"]
+__all__ += ["reached_from", "unrolled_rows"]
+
+log = channel("dispatch")
 
 LEAST_STEPS = 4
 """Least steps: shorter loops stay unrolled."""
-
-FURTHEST = 4
-"""The number of steps that a carry may look back."""
 
 _SHIFTS = 64
 """The number of rows by which a loop may begin later than its run, in each of the first two steps."""
@@ -99,179 +111,7 @@ def _repeats(run: PeriodicRun, other: PeriodicRun) -> bool:
     return inside and run.period % other.period == 0
 
 
-class Producer(NamedTuple):
-    """Definition of a value: result ``leaf`` of a row; a negative row is an input."""
-
-    row: int
-    leaf: int
-
-
-class Local(NamedTuple):
-    """The ``leaf``-th result of row ``row`` of the same step."""
-
-    row: int
-    leaf: int = 0
-
-
-class Carry(NamedTuple):
-    """Loop-carried value: result ``leaf`` of row ``row`` in the previous step; ``first`` in the first step.
-
-    ``of``: for a value of an earlier step, the carry that it was in the previous step.
-    """
-
-    row: int
-    leaf: int
-    first: Any
-    of: Carry | None = None
-
-
-class Constant(NamedTuple):
-    """A value from before the loop, the same for all steps."""
-
-    value: Any
-
-
-class Part(NamedTuple):
-    """``extent`` slices of a value from ``begin`` on, along ``dim``; ``form``: their layout, in the caller's terms."""
-
-    of: Any
-    dim: int
-    begin: int
-    extent: int
-    form: Any
-
-
-class StepParts(NamedTuple):
-    """Slices that advance with the steps: the first begin, and the increment per step along the axis (may be negative).
-
-    ``of``: the sliced value, or all steps of an earlier loop's row: ``(loop, row, leaf)``.
-    """
-
-    of: Any
-    dim: int
-    first: int
-    step: int
-    extent: int
-    form: Any
-
-    @property
-    def falls(self) -> bool:
-        """Whether later parts lie before earlier ones."""
-        return self.step < 0
-
-
-def step_parts(parts: Sequence[Part]) -> StepParts | None:
-    """Parts at equal distances, as one object; ``None`` for other parts."""
-    first, second = parts[:2]
-    step = second.begin - first.begin
-    if not step or any(part != first._replace(begin=first.begin + step * index) for index, part in enumerate(parts)):
-        return None
-    return StepParts(first.of, first.dim, first.begin, step, first.extent, first.form)
-
-
-@dataclass
-class ProvenLoop:
-    """A loop: ``steps`` times ``period`` rows from ``start`` on.
-
-    Attributes:
-        roles: by row of a step, the roles of its operands, in order; ``None`` for a row that takes a part.
-        taken: by row of a step, the parts that it takes.
-    """
-
-    start: int
-    period: int
-    steps: int
-    roles: list[list[Any] | None] = field(default_factory=list)
-    taken: dict[int, StepParts] = field(default_factory=dict)
-
-    @property
-    def stop(self) -> int:
-        """The row after the last one."""
-        return self.start + self.period * self.steps
-
-    def group(self, index: int) -> range:
-        """One row of a step, in all steps."""
-        return range(self.start + index, self.stop, self.period)
-
-    @property
-    def carries(self) -> list[Carry]:
-        """The carries, in order of first use, each followed by its ``of`` chain; no duplicates."""
-        found: dict[Carry, None] = {}
-        for each in self.of_kind(Carry):
-            carry: Carry | None = each
-            while carry is not None:
-                found.setdefault(carry)
-                carry = carry.of
-        return list(found)
-
-    @property
-    def carried(self) -> set[Producer]:
-        """The results of a step that are carries of the next one."""
-        return {Producer(carry.row, carry.leaf) for carry in self.carries if carry.of is None}
-
-    @property
-    def given(self) -> list[Any]:
-        """Values from before the loop."""
-        values = [carry.first for carry in self.carries] + [role.value for role in self.of_kind(Constant)]
-        return values + [parts.of for parts in self.parts if not isinstance(parts.of, tuple)]
-
-    @property
-    def parts(self) -> list[StepParts]:
-        """The step parts, each once."""
-        return list(dict.fromkeys([*self.taken.values(), *self.of_kind(StepParts)]))
-
-    def of_kind(self, kind: type) -> list:
-        """The roles of a kind, each once, in order of first use."""
-        return list(dict.fromkeys(role for roles in self.roles for role in roles or () if isinstance(role, kind)))
-
-
-class Rows:
-    """The interface through which the proof sees a caller's rows.
-
-    Attributes:
-        kinds: by row; equal for rows that do the same, except for the begin of a part that they take.
-        reads: by row, the values that it reads.
-        taken: by row, the part of a value that it takes, or ``None``.
-        made: by value, its origin.
-        needed: values that are read after all rows.
-    """
-
-    kinds: Sequence[Hashable]
-    reads: Sequence[Sequence[Any]]
-    taken: Sequence[Part | None]
-    made: Mapping[Any, Producer] | Sequence[Producer]
-    needed: Iterable[Any]
-
-    def loop(self, start: int, period: int, steps: int) -> ProvenLoop:
-        """A loop, without roles yet."""
-        return ProvenLoop(start, period, steps)
-
-    def columns(self, loop: ProvenLoop, index: int) -> Sequence[Sequence[Any]] | None:
-        """By operand of a row of a step, its values in all steps; ``None`` if no step may contain the row."""
-        raise NotImplementedError
-
-    def part(self, value: Any) -> Part | None:
-        """The part of another value that a value is; ``None`` if it is none."""
-        raise NotImplementedError
-
-    def is_readable(self, parts: StepParts) -> bool:
-        """Whether a step can read its part of a value."""
-        return True
-
-    def gathered(self, values: Sequence[Any]) -> Any | None:
-        """A role for unrelated values from before the loop, one per step; ``None`` if there is none."""
-        return None
-
-    def is_own(self, loop: ProvenLoop, index: int, roles: Sequence[Any]) -> bool:
-        """Whether a row of a step, with these operand roles, has no effect outside of the step."""
-        return True
-
-    def is_whole(self, loop: ProvenLoop) -> bool:
-        """Whether a loop with known roles is worth keeping: it has a carry."""
-        return bool(loop.carries)
-
-
-def find_loops(rows: Rows) -> list[ProvenLoop]:
+def find_loops(rows: RowCalls) -> list[ProvenLoop]:
     """Disjoint loops, in order; tries the longest candidates first."""
     candidates = list(periodic(rows.kinds, LEAST_STEPS)) if len(rows.kinds) else []
     found: list[ProvenLoop] = []
@@ -283,7 +123,7 @@ def find_loops(rows: Rows) -> list[ProvenLoop]:
     return found
 
 
-def _loops_of(rows: Rows, candidates: Sequence[PeriodicRun]) -> tuple[list[ProvenLoop], set[PeriodicRun]]:
+def _loops_of(rows: RowCalls, candidates: Sequence[PeriodicRun]) -> tuple[list[ProvenLoop], set[PeriodicRun]]:
     """The loops of the longest runs, and the runs that have none."""
     found: list[ProvenLoop] = []
     failed: set[PeriodicRun] = set()
@@ -315,7 +155,7 @@ def _disjoint(candidates: Sequence[PeriodicRun]) -> Iterator[PeriodicRun]:
 
 
 class _Finder:
-    def __init__(self, rows: Rows, earlier: Sequence[ProvenLoop]):
+    def __init__(self, rows: RowCalls, earlier: Sequence[ProvenLoop]):
         self.rows, self.earlier = rows, earlier
 
     def best(self, run: PeriodicRun) -> ProvenLoop | None:
@@ -367,7 +207,7 @@ class _Finder:
     def _proven(self, start: int, period: int, steps: int) -> ProvenLoop | None:
         """The loop with its roles; ``None`` if there is no proof."""
         rows = self.rows
-        loop = rows.loop(start, period, steps)
+        loop = ProvenLoop(start, period, steps)
         for index in range(period):
             columns = rows.columns(loop, index)
             if columns is None:
@@ -379,7 +219,7 @@ class _Finder:
                 roles.append(role)
             parts = [rows.taken[row] for row in loop.group(index)]
             if len(set(parts)) > 1:
-                found = self._readable(parts)
+                found = step_parts(parts)
                 if found is not None and all(isinstance(role, Constant) for role in roles):
                     loop.taken[index] = found
                     loop.roles.append(None)
@@ -391,7 +231,7 @@ class _Finder:
             loop.roles.append(roles)
         return loop if rows.is_whole(loop) else None
 
-    def _role(self, values: Sequence[Any], loop: ProvenLoop) -> Any | None:
+    def _role(self, values: Sequence[Any], loop: ProvenLoop) -> Role | None:
         made = [self.rows.made[value] for value in values]
         if made[-1][0] >= loop.start:
             return _made_inside(values, made, loop)
@@ -399,26 +239,21 @@ class _Finder:
             return Constant(values[0])
         if any(row >= loop.start for row, _ in made):
             return None
-        return self._parts_before(values, made) or self.rows.gathered(values)
+        return self._parts_before(values, made)
 
     def _parts_before(self, values: Sequence[Any], made: Sequence[Producer]) -> StepParts | None:
         """The role of parts that were taken before the loop, or of an earlier loop's results."""
         parts = [self.rows.part(value) for value in values]
-        if None not in parts and (found := self._readable(parts)) is not None:
+        if None not in parts and (found := step_parts(parts)) is not None:
             return found
         for number, other in enumerate(self.earlier):
             places = [(*divmod(row - other.start, other.period), leaf) for row, leaf in made]
             if all(0 <= step < other.steps for step, *_ in places) and len({place[1:] for place in places}) == 1:
                 (begin, row, leaf), step = places[0], places[1][0] - places[0][0]
                 regular = all(at == begin + step * index for index, (at, *_) in enumerate(places))
-                parts = StepParts((number, row, leaf), 0, begin, step, 1, True)
-                if step and regular and row not in other.taken and self.rows.is_readable(parts):
-                    return parts
+                if step and regular and row not in other.taken:
+                    return StepParts((number, row, leaf), 0, begin, step, 1, True)
         return None
-
-    def _readable(self, parts: Sequence[Part]) -> StepParts | None:
-        found = step_parts(parts)
-        return found if found is not None and self.rows.is_readable(found) else None
 
 
 def _made_inside(values: Sequence[Any], made: Sequence[Producer], loop: ProvenLoop) -> Local | Carry | None:
@@ -440,3 +275,130 @@ def _shifts(run: PeriodicRun) -> Iterator[int]:
     """Offsets at which a loop may begin in a run: anywhere in the first two steps, as far as there is room."""
     spare = min(run.length % run.period + 1, _SHIFTS)
     yield from (*range(spare), *range(run.period, run.period + spare))
+
+
+# Autograd in a loop: a carry → the values from before the loop that it depends on, in any step.
+
+
+def reached_from(loop: ProvenLoop, calls: RowCalls) -> dict[Carry, list[Role]]:
+    """The roles that autograd reaches from each carry after enough steps: constants, parts, carries' first values."""
+    direct: dict[Producer, dict[Role, None]] = {}
+    for index, roles in enumerate(loop.roles):
+        row, found = calls.rows[loop.stop - loop.period + index], {}
+        for role in (loop.taken[index],) if roles is None else roles:
+            found.update(direct[Producer(role.row, role.leaf)] if isinstance(role, Local) else {role: None})
+        for leaf, value in enumerate(row.makes):
+            direct[Producer(index, leaf)] = found if calls.forms[value].requires_grad else {}
+    reached = {carry: _closed(carry, direct) for carry in loop.carries}
+    return {carry: [role for role in roles if _is_followed(role, calls)] for carry, roles in reached.items()}
+
+
+def _is_followed(role: Role, calls: RowCalls) -> bool:
+    """Whether autograd tracks a role's value outside of the loop; ``True`` for another loop's results, which it may."""
+    match role:
+        case StepParts():
+            return isinstance(role.of, tuple) or calls.forms[role.of].requires_grad
+        case Carry():
+            return calls.forms[role.first].requires_grad
+    return calls.forms[role.value].requires_grad
+
+
+def _closed(carry: Carry, direct: dict[Producer, dict[Role, None]]) -> list[Role]:
+    """The roles that a carry is computed from, in this step and earlier ones."""
+    found: dict[Role, None] = {}
+    waiting: list[Role] = [carry]
+    while waiting:
+        role = waiting.pop()
+        if role in found:
+            continue
+        found[role] = None
+        if isinstance(role, Carry):
+            waiting += direct[Producer(role.row, role.leaf)] if role.of is None else [role.of]
+    return list(found)
+
+
+# Dropout masks in loops: eager's draws, call by call → one draw of all steps for each loop. Behind a draw with computed
+# parameters, or in a step that has one, each step draws by itself.
+#
+# A row of the draw holds the masks of one step, in eager's order, and the first step's row is first. A step multiplies
+# by its masks as eager's dropout does on the host. On a GPU the draw lists eager's fused dropouts one by one, because
+# the memory layout of each tensor decides which element gets which number.
+
+
+_MASK = "aten.bernoulli_.float"
+FUSED = "aten.native_dropout.default"
+
+
+def dropping(loop: ProvenLoop, calls: RowCalls) -> list[int]:
+    """The rows of a step that draw a mask."""
+    return [index for index in range(loop.period) if loop.start + index in calls.drawn]
+
+
+def draws_by_itself(loop: ProvenLoop, calls: RowCalls) -> bool:
+    """Whether a step draws from the generator's state, as all draws do from the first one with a computed parameter."""
+    return any(draw.is_computed for row, draw in calls.drawn.items() if row < loop.stop)
+
+
+def draw_of_steps(loop: ProvenLoop, calls: RowCalls) -> Draw | None:
+    """The masks of all steps of a loop as one draw; ``None`` if a step draws nothing, or draws by itself."""
+    drawn = [calls.drawn[loop.start + index] for index in dropping(loop, calls)]
+    if not drawn or draws_by_itself(loop, calls):
+        return None
+    first, is_fused = drawn[0], drawn[0].op == FUSED
+    if not is_fused and any(each.op != _MASK or not is_dense(_like(each)) for each in drawn):
+        raise NotRolledError("a draw in a loop that is no mask")
+    dtypes = [each.operand and each.operand.dtype if is_fused else each.dtype for each in drawn]
+    if len(set(dtypes)) > 1 or len({(each.op, each.kwargs, each.device) for each in drawn}) > 1:
+        raise NotRolledError("dropout of several types in a step")
+    counts = tuple(math.prod(each.shape) for each in drawn)
+    kept = tuple(1 - each.args[0] if is_fused else each.args[0] for each in drawn)
+    shape, steps = (loop.steps, sum(counts)), StepMasks(counts, kept, dtypes[0])
+    made = replace(first, shape=shape, stride=(shape[1], 1), dtype=torch.bool, steps=steps)
+    if not is_fused:
+        return made
+    if dtypes[0] not in (torch.float32, torch.float64):
+        raise NotRolledError("dropout of a half type in a step, which eager rounds once")
+    places = dropping(loop, calls)
+    rows = [start + place for start in range(loop.start, loop.stop, loop.period) for place in places]
+    steps = replace(steps, dropouts=tuple(calls.drawn[row] for row in rows))
+    return Draw(_MASK, shape, made.stride, torch.bool, kept[:1], device=first.device, steps=steps)
+
+
+def _like(draw: Draw) -> torch.Tensor:
+    return torch.empty_strided(draw.shape, draw.stride, device="meta")
+
+
+# Unrolled loops: a record → a refusal of thousands of unrolled steps.
+#
+# Each operator of a step is captured, lowered and planned by itself, which takes some hundredths of a second. A loop
+# differs from a deep network by its weights: every step reads the same ones.
+
+
+#: The most operators of a graph with unrolled steps: about five minutes of compilation.
+MOST_OPERATORS = 1 << 13
+#: Number of operators from which a warning is logged: about a minute.
+_MANY = MOST_OPERATORS >> 2
+_STEPS = 32
+"""Number of readers of one parameter from which they count as steps."""
+_HINT = "dispatch the cell that a step calls, or write the step so that it is found to repeat (docs/loops.md)"
+
+
+def unrolled_rows(record: Record, parameters: int, forward: str) -> list[Unsupported]:
+    """Refuses a record with unrolled steps and more than :data:`MOST_OPERATORS` rows; warns from a quarter of that.
+
+    Args:
+        parameters: the number of parameters, which are the record's first inputs.
+        forward: the name for messages.
+    """
+    count = len(record.rows)
+    if count <= _MANY:
+        return []
+    readers = Counter(number for row in record.rows for number in set(values_in((row.args, row.kwargs))))
+    if all(readers[number] < _STEPS for number in range(parameters)):
+        return []
+    if count <= MOST_OPERATORS:
+        words = "%s: a loop of %d operators is compiled step by step, which takes minutes: %s"
+        log.warning(words, forward, count, _HINT)
+        return []
+    reason = f"{count} operators of steps that are not proven to be equal, at most {MOST_OPERATORS} are compiled"
+    return [Unsupported("a long loop", forward, reason, _HINT)]
