@@ -389,13 +389,20 @@ def _alive(calls: RowCalls) -> RowCalls:
 
     An unused value has no gradient in eager. In a loop it would have the gradient zero in the steps that do not use it,
     and zero times an infinite factor is nan. So a step with fewer live rows (the last one, whose state is unused)
-    differs from the others. Dropout of a dead value only draws. A call that is live only because it may raise an error
-    gets a kind of its own, so that it is in no step.
+    differs from the others. So does a step that no gradient reaches, because later rows only read it without one.
+    Dropout of a dead value only draws. A call that is live only because it may raise an error gets a kind of its own, so
+    that it is in no step.
     """
     needed, alive, for_errors = calls.needed, [False] * len(calls.rows), set()
+    followed, stopped = {value for value in needed if calls.forms[value].requires_grad}, set()
     for number in range(len(calls.rows) - 1, -1, -1):
         row = calls.rows[number]
         drops = row.row.op is aten.dropout.default
+        tracked = [value for value in row.makes if calls.forms[value].requires_grad]
+        if not followed.isdisjoint(tracked):
+            followed.update(row.reads)
+        elif tracked:
+            stopped.add(number)
         if number in calls.effects or (number in calls.drawn and not drops) or not needed.isdisjoint(row.makes):
             alive[number] = True
             needed.update(row.reads)
@@ -412,6 +419,8 @@ def _alive(calls: RowCalls) -> RowCalls:
             continue
         elif number in for_errors:
             row = row._replace(kind=object())
+        elif number in stopped:
+            row = row._replace(kind=(row.kind, "stopped"))
         if draw is not None:
             left.drawn[here] = draw
         if number in calls.effects:

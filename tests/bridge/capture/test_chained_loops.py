@@ -88,6 +88,21 @@ class StateUnused(nn.Module):
         return state
 
 
+class LaterStepsStopped(nn.Module):
+    """The results read the last four steps behind a stop of gradients alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, x):
+        state, states = x[0], []
+        for part in x:
+            state = torch.sin(state * self.factor + part)
+            states.append(state)
+        return states[4] + torch.stack(states).detach().nan_to_num()
+
+
 class StateStopped(nn.Module):
     """The results read ``other`` behind a stop of gradients alone."""
 
@@ -150,7 +165,7 @@ def test_gradients_flow_from_loop_to_loop(starts_at_part, falls):
     assert marks_of(compare(Chained(falls, starts_at_part), torch.randn(8, 2, 4, dtype=torch.float64)))
 
 
-@pytest.mark.parametrize("kind", [LastStateUnused, OneStepRead, StateUnused])
+@pytest.mark.parametrize("kind", [LastStateUnused, OneStepRead, StateUnused, LaterStepsStopped])
 def test_steps_that_nobody_reads_have_no_gradient(kind):
     """An infinite number that only an unread step reads is multiplied by no gradient, not by zero."""
     torch.manual_seed(0)

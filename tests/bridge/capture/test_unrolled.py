@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.capture.loops import find
+from bridge.capture.loops import prove
 
 
 class Steps(nn.Module):
@@ -28,7 +28,7 @@ class Steps(nn.Module):
 @pytest.mark.parametrize("are_layers", [True, False])
 def test_a_loop_of_too_many_operators_is_refused(count, are_layers, monkeypatch):
     for limit in ("_STEPS", "_MANY", "MOST_OPERATORS"):
-        monkeypatch.setattr(find, limit, 8)
+        monkeypatch.setattr(prove, limit, 8)
     module = Steps(count, are_layers)
     if are_layers or count < 8:
         add_tvm_dispatch(module, torch.randn(2))
@@ -40,6 +40,6 @@ def test_a_loop_of_too_many_operators_is_refused(count, are_layers, monkeypatch)
 
 
 def test_a_loop_of_many_operators_is_told(monkeypatch, caplog):
-    monkeypatch.setattr(find, "_MANY", 32)
-    add_tvm_dispatch(Steps(find._STEPS, False), torch.randn(2))
+    monkeypatch.setattr(prove, "_MANY", 32)
+    add_tvm_dispatch(Steps(prove._STEPS, False), torch.randn(2))
     assert "Steps.forward: a loop of" in caplog.text and "compiled step by step" in caplog.text
