@@ -390,8 +390,8 @@ def _alive(calls: RowCalls) -> RowCalls:
     An unused value has no gradient in eager. In a loop it would have the gradient zero in the steps that do not use it,
     and zero times an infinite factor is nan. So a step with fewer live rows (the last one, whose state is unused)
     differs from the others. So does a step that no gradient reaches, because later rows only read it without one.
-    Dropout of a dead value only draws. A call that is live only because it may raise an error gets a kind of its own, so
-    that it is in no step.
+    Dropout of a dead value only draws. A call that is live only because it may raise an error gets a kind of its own,
+    so that it is in no step.
     """
     needed, alive, for_errors = calls.needed, [False] * len(calls.rows), set()
     followed, stopped = {value for value in needed if calls.forms[value].requires_grad}, set()
