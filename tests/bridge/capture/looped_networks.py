@@ -213,12 +213,12 @@ class Indices(nn.Module):
 
 
 class Drops(nn.Module):
-    """Two masks for each step, a mask before the loop that all steps share, a draw before and one after."""
+    """Two masks for each step, of two rates if backwards; before the loop a draw, and a mask that all steps share."""
 
     def __init__(self, backwards=False):
         super().__init__()
         self.cell, self.above, self.drop = nn.GRUCell(3, 4), nn.RNNCell(4, 4), nn.Dropout(0.3)
-        self.backwards = backwards
+        self.backwards, self.rate = backwards, 0.5 if backwards else 0.3
 
     def forward(self, x):
         low = high = x.new_zeros(x.shape[0], 4)
@@ -226,7 +226,7 @@ class Drops(nn.Module):
         x = x + 0.1 * torch.randn_like(x)
         for step in reversed(range(x.shape[1])) if self.backwards else range(x.shape[1]):
             low = self.cell(self.drop(x[:, step]), low * every)
-            high = self.above(self.drop(low.t()).t(), high)
+            high = self.above(F.dropout(low.t(), self.rate, self.training).t(), high)
             states.append(high)
         return self.drop(torch.stack(states, 1)), low
 

@@ -65,7 +65,7 @@ def test_the_masks_of_a_loops_steps_are_one_draw():
         Draw(NATIVE_DROPOUT, shape, stride, torch.bool, (0.4, True), operand=DropoutOperand(torch.float64, stride))
         for shape, stride in layouts
     ]
-    steps = StepMasks((15, 6), torch.float64, tuple(each))
+    steps = StepMasks((15, 6), (0.6, 0.6), torch.float64, tuple(each))
     whole = Draw("aten.bernoulli_.float", (4, 21), (21, 1), torch.bool, (0.6,), steps=steps)
     found = []
     for masks in ([FusedDropout(draw) for draw in each], [FusedSteps(whole)]):
