@@ -133,12 +133,14 @@ _SPECIAL |= {
 }
 _TEXTS = {f"__{name}__" for name in "repr str format dir reduce_ex deepcopy".split()}
 """Special methods of tensors that other packages replace, to show them."""
+_OF_COMPILED_CALLS = set("bernoulli_ clone contiguous detach expand new_empty new_zeros reshape requires_grad_".split())
+"""Methods of tensors that compiled calls run: a replaced one would change their numbers."""
 
 
 def special_methods_of(kind: type) -> list[tuple[str, Any]]:
     """The special methods of a class and its bases: Python looks them up without a mention in forward's code."""
     bases = [base.__dict__ for base in kind.__mro__ if is_changeable(base)]
-    special = _SPECIAL - _TEXTS if kind is torch.Tensor else _SPECIAL
+    special = _SPECIAL - _TEXTS | _OF_COMPILED_CALLS if kind is torch.Tensor else _SPECIAL
     return [(name, held[name]) for held in bases for name in held if name in special]
 
 

@@ -160,3 +160,18 @@ def test_what_a_batch_norm_with_cumulative_averages_reads_is_a_condition(case, m
         assert torch.allclose(module(x), twin(x), atol=1e-12)
         assert all(map(torch.allclose, module.buffers(), twin.buffers()))
     assert mode == "compile" or (stats(module).hits == 1 and reason in str(stats(module).misses))
+
+
+@pytest.mark.parametrize("name", ["clone", "contiguous", "detach"])
+def test_a_replaced_method_that_compiled_calls_run_is_a_miss(name, monkeypatch):
+    """Forward does not call it; a compiled call would (a library's operand, a saved tensor)."""
+    torch.manual_seed(0)
+    x, module = torch.randn(2, 3, dtype=torch.float64, requires_grad=True), nn.LSTMCell(3, 5).double()
+    twin, own = copy.deepcopy(module), getattr(torch.Tensor, name)
+    add_tvm_dispatch(module, x)
+    monkeypatch.setattr(torch.Tensor, name, lambda *args, **kwargs: 1.25 * own(*args, **kwargs))
+    found = torch.autograd.grad(module(x)[0].sum(), [x, *module.parameters()])
+    assert all(map(torch.allclose, found, torch.autograd.grad(twin(x)[0].sum(), [x, *twin.parameters()])))
+    monkeypatch.undo()
+    module(x)
+    assert stats(module).hits == 1 and "class Tensor" in str(stats(module).misses)
