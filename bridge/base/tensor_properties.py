@@ -229,9 +229,13 @@ def offset_in(view: torch.Tensor, base: torch.Tensor) -> int:
 def view_in(
     base: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """The view of this dtype, shape and strides at an offset of :func:`offset_in`."""
+    """The view of this dtype, shape and strides at an offset of :func:`offset_in`. In a conjugated ``base``, imaginary
+    parts have their sign bit set aside, as in eager."""
     if dtype.is_complex == base.is_complex():
         return base.as_strided(shape, stride, base.storage_offset() + offset)
+    if base.is_conj() and not any(step % 2 for step in stride):
+        view = view_in(base.conj(), dtype, shape, stride, offset)
+        return neg_view(view) if offset % 2 else view
     parts = as_parts(base)
     if not dtype.is_complex:
         return parts.as_strided(shape, stride, parts.storage_offset() + offset)

@@ -381,3 +381,22 @@ def test_the_gradient_of_a_sign_is_finite_where_its_reciprocal_overflows():
     wanted = 1e-3j * sign / (torch.finfo(torch.complex64).tiny / 16 * abs(1 + 0.5j))
     assert stats(module).hits == 1
     torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=1e-3, atol=0)
+
+
+class _Parts(nn.Module):
+    def forward(self, z):
+        return z.real, z.imag[1:], 2 * z
+
+
+def test_parts_of_a_conjugated_argument_share_its_memory():
+    """The entry is for an argument that is not conjugated; a write to a result is a write to the argument."""
+    module, z = _Parts(), torch.randn(3, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    add_tvm_dispatch(module, z)
+    for given, twin in ((z.clone(), z.clone()), (z.clone().conj(), z.clone().conj())):
+        found, wanted = module(given), _Parts()(twin)
+        assert all(map(torch.equal, found, wanted))
+        for result in (found, wanted):
+            result[0].mul_(3)
+            result[1].add_(1)
+        assert torch.equal(given, twin)
+    assert stats(module).hits == 2
