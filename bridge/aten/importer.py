@@ -185,6 +185,9 @@ class Importer:
         """A 0-d constant; a dynamic size, or a number computed from sizes (:mod:`bridge.aten.shape`), as 0-d tensor."""
         if isinstance(value, Extent):
             return self.emit(number(value, element_type))
+        kind = np.iinfo(element_type) if type(value) is int and "int" in element_type else None
+        if kind is not None and not kind.min <= value <= kind.max:
+            raise UnsupportedUse(f"{value} as {element_type}", "a number that this type holds")
         return self.cast(value, element_type) if isinstance(value, Expr) else relax.const(value, element_type)
 
     def ratio(self, a: Dim, b: Dim, element_type: str) -> Expr:

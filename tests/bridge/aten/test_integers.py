@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 
-from bridge import add_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.bridge.compare import Function, check_module
 from tests.device import ASSERTS
 from tests.sampling import sampled, spread
@@ -190,3 +190,9 @@ def test_xlogy_of_numbers():
         return [torch.xlogy(x, 2.0), torch.xlogy(2.0, x), torch.special.xlog1py(0, x), torch.special.xlog1py(x, 1)]
 
     check(forward, leaf(0.0, 0.5, 3.0))
+
+
+def test_a_number_that_the_type_does_not_hold_is_refused_by_name():
+    """Eager converts it, with the type's overflow."""
+    with pytest.raises(UnsupportedModule, match="300 as int8"):
+        add_tvm_dispatch(Function(lambda x: x * 300), torch.tensor([100, 3], dtype=torch.int8))
