@@ -133,7 +133,8 @@ _SPECIAL |= {
 }
 _TEXTS = {f"__{name}__" for name in "repr str format dir reduce_ex deepcopy".split()}
 """Special methods of tensors that other packages replace, to show them."""
-_OF_COMPILED_CALLS = set("bernoulli_ clone contiguous detach expand new_empty new_zeros reshape requires_grad_".split())
+_OF_COMPILED_CALLS = set("bernoulli_ clone contiguous copy_ detach expand mean new_empty new_zeros permute".split())
+_OF_COMPILED_CALLS |= set("requires_grad_ reshape softmax squeeze sum transpose unflatten unsqueeze view".split())
 """Methods of tensors that compiled calls run: a replaced one would change their numbers."""
 
 

@@ -162,7 +162,7 @@ def test_what_a_batch_norm_with_cumulative_averages_reads_is_a_condition(case, m
     assert mode == "compile" or (stats(module).hits == 1 and reason in str(stats(module).misses))
 
 
-@pytest.mark.parametrize("name", ["clone", "contiguous", "detach"])
+@pytest.mark.parametrize("name", ["clone", "contiguous", "detach", "permute"])
 def test_a_replaced_method_that_compiled_calls_run_is_a_miss(name, monkeypatch):
     """Forward does not call it; a compiled call would (a library's operand, a saved tensor)."""
     torch.manual_seed(0)
