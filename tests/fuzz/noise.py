@@ -27,6 +27,14 @@ SUMS = frozenset(
 """Operators that sum: another order acts like rounded operands (visible in cancellation)."""
 
 
+IN_PLACE = frozenset(
+    "add_ sub_ mul_ div_ pow_ square_ sqrt_ rsqrt_ reciprocal_ exp_ exp2_ expm1_ log_ log1p_ log2_ log10_ sin_ cos_ tan_"
+    " sinh_ cosh_ tanh_ asin_ acos_ atan_ asinh_ acosh_ atanh_ sigmoid_ erf_ erfc_ logit_ lerp_ addcmul_ addcdiv_"
+    " silu_ mish_ elu_ celu_ gelu_ hardswish_ hardsigmoid_ cumsum_ cumprod_ index_add_ scatter_add_".split()
+)
+"""Operators that compute in place; others move elements, or are exact."""
+
+
 SIGNS = (torch.ops.aten.copysign, torch.ops.aten.signbit)
 """Operators that read a sign: the sign of nan is up to processor and compiler, so the noise flips it."""
 
@@ -56,6 +64,8 @@ class Noise(OperatorMode):
                 Tensor, lambda x: torch.where(x.isnan(), -x, x) if x.is_floating_point() else x, args
             )
         result = func(*args, **kwargs)
+        if func.overloadpacket.__name__ in IN_PLACE:
+            return result.copy_(self._disturbed(result))
         if torch.Tag.nondeterministic_seeded in func.tags or any(r.alias_info for r in func._schema.returns):
             return result
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
