@@ -51,6 +51,7 @@ ORDER = ReductionOrder(
     most_chunks=32,  # enough for the threads of one socket
     split=8192,
     block_rows=64,  # a block costs as much as a row and a half
+    block_turns=64,  # a block costs as much as two turns
 )
 
 LIMITS = Limits.of(

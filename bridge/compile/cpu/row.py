@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tvm import tirx
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Shuffle, Stmt, Var
+from tvm.tirx import Bind, Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Shuffle, Stmt, Var
 
 from autodiff.ir import compute_type
 from bridge.compile.codegen.emit import Emitter, stack_buffer
@@ -221,15 +221,17 @@ def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
     widths = scope.plan.accumulators if rows else (1,)
     possible, tail = _steps(scope, widths)
     start, accumulators = _accumulators(scope, rows, [*possible, *tail])
+    blocks = Blocks(scope, rows, accumulators) if rows and scope.plan.walk.block_turns and possible else None
 
     def along(part: VectorLoop, outer: list[Expr], sections: list[int | None]) -> Stmt:
-        i = Var("i", scope.plan.index_type)
-        body: list[Stmt] = []
+        i, steps = Var("i", scope.plan.index_type), []
         for copy in range(part.copies):
             at = (i * scope.number(part.copies) + scope.number(copy)) * scope.number(part.lanes)
-            body += VectorStep(scope, index, part.lanes, [*outer, part.first + at], sections, accumulators, copy).emit(
-                row_pass
-            )
+            place = [*outer, part.first + at]
+            steps.append(VectorStep(scope, index, part.lanes, place, sections, accumulators, copy))
+        body = [stmt for step in steps for stmt in step.emit(row_pass)]
+        if blocks is not None and part in possible:
+            return blocks.loop(part, i, body, steps[0].position)
         return For(i, scope.number(0), part.trips, ForKind.SERIAL, sequence(body))
 
     def vectors(outer: list[Expr], sections: list[int | None]) -> list[Stmt]:
@@ -239,8 +241,64 @@ def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
     loops = sequence(_column_loops(scope, [], [], vectors))
     hoisted = scope.taken()  # per-row loads of the steps
     for node in rows:
-        _finish(scope, node, accumulators, max(widths))
-    return [*start, *hoisted, loops, *scope.taken()]
+        _finish(scope, node, accumulators if blocks is None else blocks.totals, max(widths))
+    return [*start, *(blocks.start if blocks else ()), *hoisted, loops, *(blocks.end if blocks else ()), *scope.taken()]
+
+
+class Blocks:
+    """Blocks of a row's turns (:mod:`bridge.compile.schedule.order`): accumulators → totals over the blocks.
+
+    Attributes:
+        totals: the accumulators with totals in place of the vectors'.
+        start: statements before the row. ``end``: after it; they add a last block of fewer turns.
+    """
+
+    def __init__(self, scope: RowScope, rows: Sequence[int], accumulators: Accumulators) -> None:
+        self._scope, self._rows, self._accumulators = scope, rows, accumulators
+        lanes, widest = scope.plan.lanes, max(scope.plan.accumulators)
+        dtypes = {node: compute_type(scope.plan.nodes[node].dtype) for node in rows}
+        self.totals = {**accumulators, **{(n, lanes): scope.allocate(lanes * widest, dtypes[n], "total") for n in rows}}
+        self.start = [each for copy in range(widest) for each in self._filled(self.totals, copy)]
+        is_left = len(scope.plan.columns) > 1
+        self.end = [each for copy in range(widest if is_left else 0) for each in self._added(copy)]
+
+    def loop(self, part: VectorLoop, i: Var, body: list[Stmt], position: Expr) -> Stmt:
+        """The turns of a loop over the last columns; ``position``: of a turn's first element in the row."""
+        scope, number = self._scope, self._scope.number
+        added = [each for copy in range(part.copies) for each in self._added(copy)]
+        if len(scope.plan.columns) > 1:
+            turn = number(part.copies * part.lanes)
+            size, _ = block_of(number, tirx.truncdiv(number(scope.plan.length), turn), scope.plan.walk.block_turns)
+            is_last = tirx.EQ(tirx.truncmod(tirx.truncdiv(position, turn) + number(1), size), number(0))
+            step = sequence([*body, IfThenElse(is_last, sequence(added), None)])
+            return For(i, number(0), part.trips, ForKind.SERIAL, step)
+        size, _ = block_of(number, part.trips, scope.plan.walk.block_turns)
+        block, inside = Var("block", scope.plan.index_type), Var("inside", scope.plan.index_type)
+        first = block * size
+        turns = [Bind(i, first + inside), *body]
+        turns = For(inside, number(0), tirx.min(size, part.trips - first), ForKind.SERIAL, sequence(turns))
+        count = tirx.truncdiv(part.trips + size - number(1), size)
+        return For(block, number(0), count, ForKind.SERIAL, sequence([turns, *added]))
+
+    def _added(self, copy: int) -> list[Stmt]:
+        """Adds one vector of the accumulators to its total, and clears it."""
+        stmts: list[Stmt] = []
+        for node in self._rows:
+            e, key = Emitter(self._scope.plan.lanes), (node, self._scope.plan.lanes)
+            slot = [e.index(self._scope.number(copy * e.lanes), 1)]
+            total, part = (e.bind(BufferLoad(each[key], slot)) for each in (self.totals, self._accumulators))
+            stored = BufferStore(self.totals[key], combine(e, self._scope.plan.nodes[node].op, total, part), slot)
+            stmts += [*e.stmts, stored]
+        return [*stmts, *self._filled(self._accumulators, copy)]
+
+    def _filled(self, buffers: Accumulators, copy: int) -> list[Stmt]:
+        """Fills one vector of the reductions' buffers with their identities."""
+        scope, e, stmts = self._scope, Emitter(self._scope.plan.lanes), []
+        for node in self._rows:
+            buffer = buffers[node, e.lanes]
+            first = e.const(identity(scope.plan.nodes[node].op, str(buffer.dtype)), str(buffer.dtype))
+            stmts.append(BufferStore(buffer, first, [e.index(scope.number(copy * e.lanes), 1)]))
+        return stmts
 
 
 def _steps(scope: RowScope, widths: Sequence[int]) -> tuple[list[VectorLoop], list[VectorLoop]]:

@@ -4,7 +4,8 @@ It follows from the extents alone, never from the reduction's kernel.
 
 * A *row* of ``n`` elements: ``accumulators(n)`` vector accumulators take the vectors in turn and are combined pairwise,
   then the halves of the one vector are combined until one lane is left; the last ``n % lanes`` elements go into a
-  scalar accumulator of their own, which is added at the end.
+  scalar accumulator of their own, which is added at the end. More than twice ``block_turns`` turns are accumulated in
+  blocks of ``block_turns``, then the blocks in order.
 * A *column* of ``n`` elements: consecutive rows in ``column_chunks`` chunks, each accumulated in order, then the
   chunks in order. A chunk of more than twice ``block_rows`` rows is accumulated in blocks of ``block_rows``, each in
   order, then the blocks in order: the rounding error grows with the rows of a block, the blocks and the chunks.
@@ -45,6 +46,7 @@ class ReductionOrder:
         split: maximum elements that the first of two stages reduces; a row of twice as many, with few results, is
             reduced in two stages, for parallelism.
         block_rows: of a block of a chunk; 0: a chunk is one block, or the backend's kernels have an order of their own.
+        block_turns: the same for the turns of a row's accumulators.
         small_rows: elements of all rows together up to which many threads share a row; 0: none. Not for dynamic sizes.
     """
 
@@ -56,6 +58,7 @@ class ReductionOrder:
     split: int
     small_rows: int = 0
     block_rows: int = 0
+    block_turns: int = 0
     whole_rows: int = 0
     whole_columns: int = 0
 
@@ -80,6 +83,11 @@ class ReductionOrder:
             if divides(number, vectors):
                 break
         return tuple(possible)
+
+    def blocked(self, length: Dim) -> int:
+        """Turns of a block of a row of ``length`` elements; 0: it is one block."""
+        turn = self.lanes * min(self.possible_accumulators(length))
+        return 0 if at_most(length, 2 * self.block_turns * turn) else self.block_turns
 
     def column_chunks(self, rows: Dim, columns: Dim) -> Dim:
         """Number of chunks of a column reduction over ``rows`` rows of ``columns`` elements."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from autodiff.extents import Dim, Extent, divides, maximum, minimum, same, sample_of
@@ -211,6 +211,8 @@ class _Planner:
         walk = self._flat_walk() if self.space.flat else self._walk()
         largest = max((sample_of(value.numel) for value in (*self.inputs, *self.outputs)), default=1)
         nodes = tuple(map(self._compute, group.nodes))
+        if any(node.reduces == "row" for node in nodes):
+            walk = replace(walk, block_turns=self.order.blocked(self.space.column_count))
         plan = RowPlan(
             tuple(value.dtype for value in self.inputs),
             nodes,

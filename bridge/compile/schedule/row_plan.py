@@ -121,7 +121,8 @@ class Walk:
         rows: of one batch: the leading extent that column reductions do not reduce (``batched``: it is not 1).
         task_rows, chunks, tasks: rows of a task (fewer in a batch's last), tasks per batch, tasks; ``None``: one task.
         block_rows: of column reductions, see :class:`~bridge.compile.schedule.order.ReductionOrder`; 0: no blocks.
-            Their scratch memory has a row for each task, followed by as many rows for the blocks.
+            Their scratch memory has a row for each task, followed by as many rows for the blocks. ``block_turns``: the
+            same of row reductions.
         parallel: whether threads pay for the tasks; ``parallel_second_stage``: for the sums over the tasks. If the
             launch's sizes decide, an argument, 0 for no.
         vectors: in a flat space, whose last row may be shorter; ``None`` for other spaces.
@@ -133,6 +134,7 @@ class Walk:
     chunks: Number | None = None
     tasks: Number | None = None
     block_rows: int = 0
+    block_turns: int = 0
     batched: bool = False
     batches: Number = 1
     parallel: bool | Argument = False

@@ -89,6 +89,29 @@ def test_sums_over_many_rows_are_added_in_blocks(shape):
     assert lost[0] < 1e-6 < 4 * lost[0] + 1e-6 < lost[1]
 
 
+@pytest.mark.parametrize(
+    ("shape", "order", "axes"),
+    [((20, 60_000), (0, 1), [1]), ((20, 59_991), (0, 1), [1]), ((300, 20, 192), (1, 0, 2), [1, 2])],
+    ids=["one loop", "a tail", "two loops"],
+)
+def test_sums_of_long_rows_are_added_in_blocks(shape, order, axes):
+    """Likewise along a row, whose accumulators take the vectors in turn."""
+    by_turns = replace(HOST, order=replace(HOST.order, block_turns=0))
+
+    def sums(emit, x):
+        x = emit(op.permute_dims(emit(op.negative(x)), order))
+        return [emit(op.sum(x, axes)), emit(op.max(x, axes)), emit(op.sum(emit(op.exp(x)), axes))]
+
+    func, x, lost = function([(shape, "float32")], sums), torch.full(shape, 0.1), []
+    for backend in (HOST, by_turns):
+        plain, largest, grown = compile_function(func, name="test", options=options(backend))([x])
+        assert (largest == -0.1).all()
+        exact = x.double().neg().permute(order)
+        pairs = (plain, exact.sum(axes)), (grown, x.neg().exp().double().permute(order).sum(axes))
+        lost.append(max((found.double() / wanted - 1).abs().max().item() for found, wanted in pairs))
+    assert lost[0] < 2e-6 < lost[1]
+
+
 def test_a_module_trains_on_another_backend():
     """The same gradients to rounding; entries of one backend are not taken for the other's."""
     module = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.GELU())
