@@ -119,10 +119,9 @@ class Aliases:
             for node in self.order:
                 if node.target is STOP_GRADIENT or not any(self._passes_on(source) for source in node.all_input_nodes):
                     continue
-                targets = written(node)
-                if not targets and node not in self._detached:
+                if node not in self._detached:  # also the new result of an operator that writes another argument
                     self._followed.add(self.root[node])
-                for target in targets:
+                for target in written(node):
                     self._followed.add(self.root[target])
                     if target in self._detached:
                         self._followed_though_detached.add(self.root[target])

@@ -109,3 +109,23 @@ class WritesBuffer(nn.Module):
 def test_an_expanded_buffer_is_not_written():
     with pytest.raises(UnsupportedModule, match="elements lie in one place"):
         add_tvm_dispatch(WritesBuffer(), torch.ones(3, 2))
+
+
+class DetachedResult(nn.Module):
+    """A constant that is the new result of an operator which also writes one of its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.rand(6)), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        y = x * self.scale
+        slopes = torch.ops.aten.rrelu_with_noise(y, torch.empty_like(y), 0.1, 0.3, False)
+        normed = torch.ops.aten._native_batch_norm_legit(
+            y, self.norm.weight, self.norm.bias, self.norm.running_mean, self.norm.running_var, True, 0.1, 1e-5
+        )[0]
+        return slopes.detach() * y, normed.detach() * y
+
+
+def test_a_new_result_beside_a_write_can_be_detached():
+    check_module(lambda: DetachedResult().double(), lambda: torch.randn(5, 6, dtype=torch.float64), calls=1)
