@@ -28,8 +28,8 @@ SUMS = frozenset(
 
 
 IN_PLACE = frozenset(
-    "add_ sub_ mul_ div_ pow_ square_ sqrt_ rsqrt_ reciprocal_ exp_ exp2_ expm1_ log_ log1p_ log2_ log10_ sin_ cos_ tan_"
-    " sinh_ cosh_ tanh_ asin_ acos_ atan_ asinh_ acosh_ atanh_ sigmoid_ erf_ erfc_ logit_ lerp_ addcmul_ addcdiv_"
+    "add_ sub_ mul_ div_ pow_ square_ sqrt_ rsqrt_ reciprocal_ exp_ exp2_ expm1_ log_ log1p_ log2_ log10_ sin_ cos_"
+    " tan_ sinh_ cosh_ tanh_ asin_ acos_ atan_ asinh_ acosh_ atanh_ sigmoid_ erf_ erfc_ logit_ lerp_ addcmul_ addcdiv_"
     " silu_ mish_ elu_ celu_ gelu_ hardswish_ hardsigmoid_ cumsum_ cumprod_ index_add_ scatter_add_".split()
 )
 """Operators that compute in place; others move elements, or are exact."""
