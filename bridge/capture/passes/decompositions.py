@@ -465,7 +465,7 @@ _LOOKED_UP = frozenset(
     "embedding _embedding_bag _embedding_bag_forward_only one_hot repeat_interleave max_unpool2d max_unpool3d "
     "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d embedding_bag ctc_loss take_along_dim bincount "
     "nll_loss_forward nll_loss2d_forward multi_margin_loss multilabel_margin_loss_forward _ctc_loss "
-    "histc binary_cross_entropy".split()
+    "histc binary_cross_entropy select_at".split()
 )
 """Operators that check numbers and raise an error for some; on a GPU the check is a kernel's assertion."""
 _DIVISIONS = frozenset({aten.floor_divide, aten.remainder, aten.fmod, aten.div})

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,10 +51,11 @@ class Loss(NamedTuple):
 
 
 class Mixed(nn.Module):
-    """A loop, complex numbers on the way, a mask, a custom autograd Function, an operator of torch alone."""
+    """Complex numbers on the way, a mask, an operator of torch alone; a custom autograd Function, or a loop."""
 
-    def __init__(self):
+    def __init__(self, is_looped=False):
         super().__init__()
+        self.is_looped = is_looped
         self.cell, self.scale, self.drop = nn.GRUCell(4, 5), nn.Parameter(torch.ones(5)), nn.Dropout(0.2)
 
     def forward(self, x):
@@ -61,10 +63,13 @@ class Mixed(nn.Module):
         for part in x.unbind(1):
             h = self.cell(part, h)
         spectrum = torch.fft.fft(self.drop(h * self.scale))
-        return Loss(torch.linalg.svdvals(Halved.apply(h)).sum() + (spectrum * spectrum.conj()).real.mean())
+        return Loss(
+            torch.linalg.svdvals(h * 2 if self.is_looped else Halved.apply(h)).sum()
+            + (spectrum * spectrum.conj()).real.mean()
+        )
 
 
-MAKERS = {"bert": bert, "resnet": resnet, "mixed": Mixed}
+MAKERS = {"bert": bert, "resnet": resnet, "mixed": Mixed, "looped": partial(Mixed, True)}
 
 
 def saved_as(kind: str, folder: Path, device: torch.device | str = "cpu") -> nn.Module:
@@ -92,7 +97,7 @@ def trained_by_another_process(folders: Iterable[str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Modules by the folders that they were saved to."""
-    folders = {kind: tmp_path_factory.mktemp("saved") / kind for kind in ("resnet", "mixed")}
+    folders = {kind: tmp_path_factory.mktemp("saved") / kind for kind in ("resnet", "mixed", "looped")}
     return {str(folder): saved_as(kind, folder) for kind, folder in folders.items()}
 
 
@@ -112,10 +117,11 @@ def assert_trained_alike(saved):
         assert not stats(module).misses
 
 
-def test_programs_of_the_mixed_module_have_what_it_is_for(saved):
-    (entry,) = stats(next(module for module in saved.values() if isinstance(module, Mixed))).entries
-    kinds = {type(step) for step in entry.forward.steps}
-    assert RunLoop in kinds
+@pytest.mark.parametrize("kind", ["mixed", "looped"])
+def test_programs_of_the_mixed_module_have_what_it_is_for(saved, kind):
+    """Steps beside a custom Function stay unrolled."""
+    (entry,) = stats(next(module for folder, module in saved.items() if Path(folder).name == kind)).entries
+    assert (RunLoop in {type(step) for step in entry.forward.steps}) is (kind == "looped")
     assert "operator" in {step.name for step in entry.forward.steps if isinstance(step, CallLibrary)}
 
 

@@ -31,7 +31,7 @@ def _batch(kind: str, seed: int) -> dict[str, torch.Tensor]:
     if kind == "bert":
         ids = torch.randint(0, 61, (3, 7), generator=generator)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    if kind == "mixed":
+    if kind in ("mixed", "looped"):
         return {"x": torch.randn(3, 6, 4, generator=generator)}
     pixels = torch.randn(2, 3, 32, 32, generator=generator)
     return {"pixel_values": pixels, "labels": torch.randint(0, 10, (2,), generator=generator)}

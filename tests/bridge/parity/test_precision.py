@@ -374,7 +374,7 @@ class OnAnotherDevice(nn.Module):
 @pytest.mark.parametrize("device", ["meta", *(["cpu"] if DEVICE.type != "cpu" else [])])
 def test_operators_on_another_device_under_autocast(device):
     """torch's kernel that casts is never called for them: called by its name, it ended in an internal assertion."""
-    eager, x = OnAnotherDevice(device).to(DEVICE), torch.randn(3, 4, device=DEVICE)
+    eager, x = OnAnotherDevice(device).to(DEVICE), torch.randn(4, 4, device=DEVICE)
     dispatched = copy.deepcopy(eager)
     with autocast():
         add_tvm_dispatch(dispatched, x)
