@@ -32,6 +32,7 @@ from autodiff.ir import Expr, dtype, shape
 from bridge.aten.any_operator import computed_from
 from bridge.aten.reductions import reduce
 from bridge.aten.registry import UnsupportedUse, converts, dims, numbers_only, rounds_once
+from bridge.aten.shape import sliced
 from bridge.base.devices import current_device
 from bridge.base.torch_cuda import read_settings, recurrent_layers_are_tf32, settings_of_layers
 from bridge.base.torch_internals import aten, unset_fake_temporarily
@@ -286,11 +287,6 @@ def _pad(importer, x: Expr, dim: int, before: Dim, after: Dim) -> Expr:
     return x if same(before, 0) and same(after, 0) else importer.emit(padded(x, dim, before, after, importer.emit))
 
 
-def _slice(importer, x: Expr, dim: int, begin: Dim, end: Dim, step: int = 1) -> Expr:
-    whole = step == 1 and same(begin, 0) and same(end, shape(x)[dim])
-    return x if whole else importer.slice(x, [dim], [begin], [end], step)
-
-
 def _joined(importer, parts: Sequence[Expr], dim: int) -> Expr:
     return parts[0] if len(parts) == 1 else importer.emit(op.concat(list(parts), dim))
 
@@ -302,12 +298,12 @@ def _windows(importer, x: Expr, dim: int, count: Dim, size: int, step: int, dila
         width = last - first
         end = begin + (count - 1) * step + width
         if width == 1:
-            rows = _slice(importer, x, dim, begin, end, step)
+            rows = sliced(importer, x, dim, begin, end, step)
             parts.append(importer.reshape(rows, _changed(x, dim, count, 1)))
         else:
-            rows = _pad(importer, _slice(importer, x, dim, begin, end), dim, 0, step - width)
+            rows = _pad(importer, sliced(importer, x, dim, begin, end), dim, 0, step - width)
             rows = importer.reshape(rows, _changed(x, dim, count, step))
-            parts.append(_slice(importer, rows, dim + 1, 0, width))
+            parts.append(sliced(importer, rows, dim + 1, 0, width))
     return _joined(importer, parts, dim + 1)
 
 
@@ -316,10 +312,10 @@ def _folded(importer, x: Expr, dim: int, extent: Dim, step: int, dilation: int) 
     count, size = shape(x)[dim], shape(x)[dim + 1]
     total = None
     for first, last, begin in _pieces(size, step, dilation):
-        rows = _pad(importer, _slice(importer, x, dim + 1, first, last), dim + 1, 0, step - (last - first))
+        rows = _pad(importer, sliced(importer, x, dim + 1, first, last), dim + 1, 0, step - (last - first))
         line = importer.reshape(rows, (*shape(x)[:dim], count * step, *shape(x)[dim + 2 :]))
         length = (count - 1) * step + last - first
-        line = _pad(importer, _slice(importer, line, dim, 0, length), dim, begin, extent - begin - length)
+        line = _pad(importer, sliced(importer, line, dim, 0, length), dim, begin, extent - begin - length)
         total = line if total is None else importer.emit(op.add(total, line))
     return total
 
@@ -354,7 +350,7 @@ def col2im(importer, node, x, output_size, kernel, dilation, padding, stride):
     x = importer.emit(op.permute_dims(x, [*others, rows, in_row, columns, in_column]))
     for axis, dim in ((1, len(others) + 2), (0, len(others))):
         x = _folded(importer, x, dim, extents[axis], stride[axis], dilation[axis])
-        x = _slice(importer, x, dim, padding[axis], extents[axis] - padding[axis])
+        x = sliced(importer, x, dim, padding[axis], extents[axis] - padding[axis])
     return x
 
 
@@ -362,7 +358,7 @@ def col2im(importer, node, x, output_size, kernel, dilation, padding, stride):
 def unfold(importer, node, x, dim, size, step):
     numbers_only("windows", size, step)
     if not shape(x) or size == 0:
-        return importer.reshape(_slice(importer, x, 0, 0, size) if shape(x) else x, importer.out(node).shape)
+        return importer.reshape(sliced(importer, x, 0, 0, size) if shape(x) else x, importer.out(node).shape)
     dim %= len(shape(x))
     x = _windows(importer, x, dim, _count(shape(x)[dim], size, step, 1), size, step)
     order = [axis for axis in range(len(shape(x))) if axis != dim + 1]
@@ -372,7 +368,7 @@ def unfold(importer, node, x, dim, size, step):
 @converts(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
 def reflection_pad(importer, node, x, widths):
     def reflected(x, dim, begin, end):
-        return importer.emit(op.flip(_slice(importer, x, dim, begin, end), dim))
+        return importer.emit(op.flip(sliced(importer, x, dim, begin, end), dim))
 
     for dim, before, after in _by_axis(x, widths):
         extent = shape(x)[dim]
@@ -385,7 +381,7 @@ def reflection_pad(importer, node, x, widths):
 @converts(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
 def replication_pad(importer, node, x, widths):
     def repeated(x, dim, place, width):
-        row = _slice(importer, x, dim, place, place + 1)
+        row = sliced(importer, x, dim, place, place + 1)
         return importer.expand(row, _changed(x, dim, width))
 
     for dim, before, after in _by_axis(x, widths):
@@ -404,4 +400,4 @@ def _by_axis(x: Expr, widths: Sequence[Dim]) -> list[tuple[int, Dim, Dim]]:
 def _between(importer, x: Expr, dim: int, before: Dim, after: Dim, left: list[Expr], right: list[Expr]) -> Expr:
     """``x`` between the given tensors; a negative width cuts."""
     x = _joined(importer, [*left, x, *right], dim)
-    return _slice(importer, x, dim, maximum(-before, 0), shape(x)[dim] - maximum(-after, 0))
+    return sliced(importer, x, dim, maximum(-before, 0), shape(x)[dim] - maximum(-after, 0))

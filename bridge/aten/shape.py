@@ -24,7 +24,7 @@ from bridge.base.devices import HOST
 from bridge.base.torch_internals import aten
 from bridge.base.torch_shapes import SYMBOLIC
 
-__all__ = ["is_size", "size"]
+__all__ = ["is_size", "size", "sliced"]
 
 op = relax.op
 
@@ -76,10 +76,11 @@ def slice_bounds(extent: Dim, start: Dim | None, end: Dim | None) -> tuple[Dim, 
 def narrow_copy(importer, node, x, dim, start, length):
     dim %= len(shape(x))
     start += shape(x)[dim] if start < 0 else 0
-    return _sliced(importer, x, dim, start, start + length)
+    return sliced(importer, x, dim, start, start + length)
 
 
-def _sliced(importer, x, dim, start, end, step=1):
+def sliced(importer, x: Expr, dim: int, start: Dim, end: Dim, step: int = 1) -> Expr:
+    """The slices ``start``, ``start + step``, … below ``end`` along ``dim``; ``x`` itself if these are all."""
     if step == 1 and same(start, 0) and same(end, shape(x)[dim]):
         return x
     return importer.slice(x, [dim], [start], [end], step)
@@ -90,7 +91,7 @@ def slice_(importer, node, x, dim=0, start=None, end=None, step=1):
     numbers_only("the step of a slice", step)
     dim %= len(shape(x))
     start, end = slice_bounds(shape(x)[dim], start, end)
-    return _sliced(importer, x, dim, start, end, step)
+    return sliced(importer, x, dim, start, end, step)
 
 
 @converts(aten.select.int)
@@ -99,7 +100,7 @@ def select(importer, node, x, dim, index):
     if isinstance(index, Expr):
         return importer.library("index", [x, [dim], [index]], importer.out(node))
     index += shape(x)[dim] if index < 0 else 0
-    return importer.reshape(_sliced(importer, x, dim, index, index + 1), importer.out(node).shape)
+    return importer.reshape(sliced(importer, x, dim, index, index + 1), importer.out(node).shape)
 
 
 @converts(aten.cat.default)
@@ -115,7 +116,7 @@ def split_with_sizes(importer, node, x, sizes, dim=0):
     dim %= len(shape(x))
     parts, start = [], 0
     for size in sizes:
-        parts.append(_sliced(importer, x, dim, start, start + size))
+        parts.append(sliced(importer, x, dim, start, start + size))
         start += size
     return tuple(parts)
 
@@ -129,7 +130,7 @@ def split(importer, node, x, size, dim=0):
 def unbind(importer, node, x, dim=0):
     dim %= len(shape(x))
     rest = shape(x)[:dim] + shape(x)[dim + 1 :]
-    return tuple(importer.reshape(_sliced(importer, x, dim, i, i + 1), rest) for i in range(len(importer.out(node))))
+    return tuple(importer.reshape(sliced(importer, x, dim, i, i + 1), rest) for i in range(len(importer.out(node))))
 
 
 @converts(aten.slice_scatter.default)
@@ -142,7 +143,7 @@ def slice_scatter(importer, node, x, source, dim=0, start=None, end=None, step=1
     if 0 in shape(source):
         return x
     if step == 1:
-        pieces = [_sliced(importer, x, dim, 0, start), source, _sliced(importer, x, dim, end, extent)]
+        pieces = [sliced(importer, x, dim, 0, start), source, sliced(importer, x, dim, end, extent)]
         pieces = [piece for piece in pieces if shape(piece)[dim] > 0]
         return pieces[0] if len(pieces) == 1 else importer.emit(op.concat(pieces, dim))
     if has_extents((extent, start, end)):
@@ -153,7 +154,7 @@ def slice_scatter(importer, node, x, source, dim=0, start=None, end=None, step=1
     for position in range(extent):
         inside = start <= position < end and (position - start) % step == 0
         taken, index = (source, (position - start) // step) if inside else (x, position)
-        rows.append(_sliced(importer, taken, dim, index, index + 1))
+        rows.append(sliced(importer, taken, dim, index, index + 1))
     return importer.emit(op.concat(rows, dim)) if len(rows) > 1 else rows[0]
 
 
@@ -200,7 +201,7 @@ def _rolled(importer, x, shift, dim):
     place = -shift % extent
     if same(place, 0):
         return x
-    parts = _sliced(importer, x, dim, place, extent), _sliced(importer, x, dim, 0, place)
+    parts = sliced(importer, x, dim, place, extent), sliced(importer, x, dim, 0, place)
     return importer.emit(op.concat(parts, dim))
 
 
@@ -212,7 +213,7 @@ def constant_pad_nd(importer, node, x, widths, value=0):
         before[rank - 1 - pair], after[rank - 1 - pair] = widths[2 * pair], widths[2 * pair + 1]
     for axis in range(rank):  # negative widths cut
         start, end = maximum(-before[axis], 0), shape(x)[axis] - maximum(-after[axis], 0)
-        x = _sliced(importer, x, axis, start, end)
+        x = sliced(importer, x, axis, start, end)
     widths = [max(width, 0) for pair in zip(before, after, strict=True) for width in pair]
     if "float" in dtype(x) and not has_extents((shape(x), widths, value)) and math.isfinite(value):
         return importer.emit(op.nn.pad(x, widths, "constant", float(value))) if any(widths) else x

@@ -21,7 +21,7 @@ from autodiff.ir import compute_type, itemsize
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import combine, identity
 from bridge.compile.codegen.tir import LaunchArguments, const, flat_buffer, loop_function, sequence
-from bridge.compile.cpu.row import RowScope, VectorLoop, block_of, emit_row, left_over, vectors_and_tail
+from bridge.compile.cpu.row import RowScope, VectorLoop, block_of, emit_row, in_blocks, left_over, vectors_and_tail
 from bridge.compile.cpu.threads import if_profitable
 from bridge.compile.schedule.products import ColumnPlan, ColumnSection
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
@@ -75,15 +75,12 @@ class RowLoops:
         size, several = block_of(number, count, self.plan.walk.block_rows)
         behind = scope.task + number(self.plan.walk.tasks)
         scope.parts = head.name_index(tirx.Select(several, behind * number(self.plan.length), total), "parts")
-        block, row = Var("block", self.plan.index_type), Var("row", self.plan.index_type)
-        first = block * size
-        rows = For(row, number(0), tirx.min(size, count - first), ForKind.SERIAL, emit_row(scope, begin + first + row))
         before, after = (
-            IfThenElse(several, sequence(stmts), None)
+            [IfThenElse(several, sequence(stmts), None)]
             for stmts in (self._clear_parts(scope.parts), self._add_parts(total, scope.parts))
         )
-        blocks = tirx.truncdiv(count + size - number(1), size)
-        loop = For(block, number(0), blocks, ForKind.SERIAL, sequence([before, rows, after]))
+        row = Var("row", self.plan.index_type)
+        loop = in_blocks(number, count, size, row, lambda at: emit_row(scope, begin + at), before, after)
         return [*scope.allocations, *head.stmts, loop]
 
     def _clear_parts(self, first: Expr) -> list[Stmt]:
@@ -218,12 +215,8 @@ class ColumnLoops:
         plan, number = self.plan, self.number
         rows = number(plan.rows)
         size, _ = block_of(number, rows, plan.block_rows)
-        block, inside = Var("block", plan.index_type), Var("inside", plan.index_type)
-        first = block * size
-        body = [Bind(row, first + inside), *body]
-        loop = For(inside, number(0), tirx.min(size, rows - first), ForKind.SERIAL, sequence(body))
-        blocks = tirx.truncdiv(rows + size - number(1), size)
-        return For(block, number(0), blocks, ForKind.SERIAL, sequence([*clear, loop, *add]))
+        inside = Var("inside", plan.index_type)
+        return in_blocks(number, rows, size, inside, lambda at: sequence([Bind(row, at), *body]), clear, add)
 
     def _load(self, e: Emitter, base: Expr, column: Expr) -> Expr:
         """Elements of a row from a column on; lane by lane if there are several loops inside a row."""

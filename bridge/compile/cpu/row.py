@@ -16,8 +16,8 @@ from bridge.compile.codegen.tir import LaunchArguments, rounded, sequence
 from bridge.compile.loop_ir.operations import Access, Number
 from bridge.compile.schedule.row_plan import InputElement, KernelBuffers, PassStep, RowPass, RowPlan, RowValues
 
-__all__ = ["Accumulators", "RowScope", "VectorLoop", "VectorStep", "block_of", "emit_row", "left_over", "narrowed"]
-__all__ += ["vectors_and_tail"]
+__all__ = ["Accumulators", "RowScope", "VectorLoop", "VectorStep", "block_of", "emit_row", "in_blocks"]
+__all__ += ["left_over", "narrowed", "vectors_and_tail"]
 
 _NARROWEST = 4
 """Least number of lanes of a narrower vector for the columns after the vectors."""
@@ -37,6 +37,23 @@ def block_of(number: LaunchArguments, rows: Expr, block: int) -> tuple[Expr, Exp
     """Rows of a block of column reductions, and whether a chunk has several (:mod:`bridge.compile.schedule.order`)."""
     several = tirx.And(number(2 * block) < rows, tirx.const(block > 0, "bool"))
     return tirx.Select(several, number(block), tirx.max(rows, number(1))), several
+
+
+def in_blocks(
+    number: LaunchArguments,
+    count: Expr,
+    size: Expr,
+    inside: Var,
+    body: Callable[[Expr], Stmt],
+    before: Sequence[Stmt] = (),
+    after: Sequence[Stmt] = (),
+) -> Stmt:
+    """``body(position)`` for ``count`` positions in blocks of ``size``; ``inside``: the position in a block."""
+    block = Var("block", number.index_type)
+    first = block * size
+    turns = For(inside, number(0), tirx.min(size, count - first), ForKind.SERIAL, body(first + inside))
+    blocks = tirx.truncdiv(count + size - number(1), size)
+    return For(block, number(0), blocks, ForKind.SERIAL, sequence([*before, turns, *after]))
 
 
 def vectors_and_tail(
@@ -273,12 +290,8 @@ class Blocks:
             step = sequence([*body, IfThenElse(is_last, sequence(added), None)])
             return For(i, number(0), part.trips, ForKind.SERIAL, step)
         size, _ = block_of(number, part.trips, scope.plan.walk.block_turns)
-        block, inside = Var("block", scope.plan.index_type), Var("inside", scope.plan.index_type)
-        first = block * size
-        turns = [Bind(i, first + inside), *body]
-        turns = For(inside, number(0), tirx.min(size, part.trips - first), ForKind.SERIAL, sequence(turns))
-        count = tirx.truncdiv(part.trips + size - number(1), size)
-        return For(block, number(0), count, ForKind.SERIAL, sequence([turns, *added]))
+        inside = Var("inside", scope.plan.index_type)
+        return in_blocks(number, part.trips, size, inside, lambda at: sequence([Bind(i, at), *body]), after=added)
 
     def _added(self, copy: int) -> list[Stmt]:
         """Adds one vector of the accumulators to its total, and clears it."""
@@ -293,12 +306,15 @@ class Blocks:
 
     def _filled(self, buffers: Accumulators, copy: int) -> list[Stmt]:
         """Fills one vector of the reductions' buffers with their identities."""
-        scope, e, stmts = self._scope, Emitter(self._scope.plan.lanes), []
-        for node in self._rows:
-            buffer = buffers[node, e.lanes]
-            first = e.const(identity(scope.plan.nodes[node].op, str(buffer.dtype)), str(buffer.dtype))
-            stmts.append(BufferStore(buffer, first, [e.index(scope.number(copy * e.lanes), 1)]))
-        return stmts
+        lanes = self._scope.plan.lanes
+        return [_cleared(self._scope, node, buffers[node, lanes], lanes, copy) for node in self._rows]
+
+
+def _cleared(scope: RowScope, node: int, buffer: Buffer, lanes: int, copy: int) -> Stmt:
+    """Stores a reduction's identity in one vector of a buffer."""
+    e, dtype = Emitter(lanes), str(buffer.dtype)
+    first = e.const(identity(scope.plan.nodes[node].op, dtype), dtype)
+    return BufferStore(buffer, first, [e.index(scope.number(copy * lanes), 1)])
 
 
 def _steps(scope: RowScope, widths: Sequence[int]) -> tuple[list[VectorLoop], list[VectorLoop]]:
@@ -342,10 +358,7 @@ def _accumulators(scope: RowScope, rows: Sequence[int], steps: Sequence[VectorLo
         dtype = compute_type(node.dtype)
         for lanes, copies in most.items():
             buffer = accumulators[index, lanes] = scope.allocate(lanes * copies, dtype, "acc")
-            e = Emitter(lanes)
-            for copy in range(copies):
-                first = e.const(identity(node.op, dtype), dtype)
-                start.append(BufferStore(buffer, first, [e.index(scope.number(copy * lanes), 1)]))
+            start += [_cleared(scope, index, buffer, lanes, copy) for copy in range(copies)]
     return start, accumulators
 
 
