@@ -41,6 +41,7 @@ from bridge.compile.cuda.recorder import CudaRecorder
 from bridge.compile.cuda.row import rows
 from bridge.compile.cuda.scatter import scatter, sorts
 from bridge.compile.loop_ir.operations import LookupPlan, PoolPlan, ProductPlan, ScatterPlan
+from bridge.compile.runtime.allocations import with_allocations
 from bridge.compile.runtime.build import build_kernels, in_background
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.program import Program
@@ -51,6 +52,11 @@ from bridge.compile.schedule.products import ColumnPlan
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
 __all__ = ["CudaBackend", "architecture", "generate", "scheduled"]
+
+
+_LARGE = 4 << 20
+"""Bytes of an intermediate that a launched program allocates at each run: for as many bytes, a kernel takes the device
+longer than the allocation takes the host."""
 
 
 def generate(plan: RowPlan | ColumnPlan | HorizontalFusionPlan, plain: bool = False) -> PrimFunc:
@@ -187,7 +193,7 @@ class CudaBackend(Backend):
         return kernels
 
     def executor(self, program: Program) -> Callable[..., list[torch.Tensor]]:
-        return CudaExecutor(program, self.device)
+        return CudaExecutor(with_allocations(program, _LARGE), self.device)
 
     def recorder(self, program: Program) -> CudaRecorder:
         return CudaRecorder(program, self.device)

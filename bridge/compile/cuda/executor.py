@@ -20,7 +20,7 @@ from bridge.base.threads import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.base.torch_internals import VF
 from bridge.compile.cuda.copies import bring
-from bridge.compile.runtime.executor import Actions, Executor
+from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.instructions import Launch
 from bridge.compile.runtime.layout import ArenaPool, PoolUser
 from bridge.compile.runtime.program import Program
@@ -68,10 +68,8 @@ class CudaExecutor(Executor):
         pool: of the blocks for runs by :class:`Executor`'s ``__call__``; by default the current stream's.
     """
 
-    def __init__(
-        self, program: Program, device: torch.device, pool: ArenaPool | None = None, actions: Actions | None = None
-    ):
-        super().__init__(program, device, prepare=_nothing, empty=empty_strided, pool=pool, actions=actions)
+    def __init__(self, program: Program, device: torch.device, pool: ArenaPool | None = None):
+        super().__init__(program, device, prepare=_nothing, empty=empty_strided, pool=pool)
         self._device, self._index = device, device.index
         self._by_stream: LeastRecentlyUsed[int, PoolUser] = LeastRecentlyUsed(_STREAMS)
         read = {slot for step in self.steps if isinstance(step, Launch) for slot in step.reads}

@@ -25,7 +25,7 @@ from bridge.compile.cuda.copies import bring, copy
 from bridge.compile.cuda.executor import ALIGNMENT, CudaExecutor
 from bridge.compile.graphs.recordings import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.executor import Actions, Executor, bind
+from bridge.compile.runtime.executor import Executor, bind
 from bridge.compile.runtime.instructions import CallLibrary, MakeView
 from bridge.compile.runtime.layout import ArenaPool
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop, inner_steps
@@ -213,8 +213,8 @@ class PiecewiseExecutor(CudaExecutor):
 
     __call__ = Executor.__call__
 
-    def __init__(self, program: Program, device: torch.device, pool: ArenaPool, actions: Actions | None = None):
-        super().__init__(program, device, pool, actions)
+    def __init__(self, program: Program, device: torch.device, pool: ArenaPool):
+        super().__init__(program, device, pool)
         layout = self._layout
         views = {step.writes[0]: step for step in (*self.steps, *layout.views) if isinstance(step, MakeView)}
         slots = [*range(len(layout.params)), *(made.slot for made in layout.fresh)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -39,20 +40,27 @@ _GROWTH = 1.5
 
 
 class _GraphArena:
-    """The block of a stream's recordings, in place of a pool; grows for larger programs."""
+    """The blocks of a stream's recordings, in place of a pool: a larger one for a larger program.
+
+    Attributes:
+        blocks: those that some recording keeps alive.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._keys = itertools.count()
-        self.block: PoolBlock | None = None
+        self.blocks: weakref.WeakSet[PoolBlock] = weakref.WeakSet()
 
     @torch.inference_mode(False)  # it serves runs of any mode
     def reserve(self, size: int) -> PoolBlock:
-        """The block; each recording keeps it alive."""
-        if self.block is None or self.block.size < size:
-            least = 0 if self.block is None else int(_GROWTH * self.block.size)
-            self.block = PoolBlock(max(size, least), self._device)
-        return self.block
+        """The smallest block of at least ``size`` bytes; each recording keeps its own alive."""
+        blocks = sorted(self.blocks, key=lambda block: block.size)
+        fitting = [block for block in blocks if block.size >= size]
+        if fitting:
+            return fitting[0]
+        block = PoolBlock(max([size, *(int(_GROWTH * block.size) for block in blocks)]), self._device)
+        self.blocks.add(block)
+        return block
 
     def enroll(self, size: int) -> PoolUser:
         return PoolUser(next(self._keys), partial(self.reserve, size), self.give)
@@ -65,7 +73,8 @@ class _Scratch:
     """Memory of a stream's recordings for results of library calls between graphs, valid until the replay ends."""
 
     def __init__(self, device: torch.device):
-        self._blocks = _GraphArena(device)
+        self._device = device
+        self._block: PoolBlock | None = None
         self._used = 0
 
     def begin(self) -> None:
@@ -77,21 +86,19 @@ class _Scratch:
         """Memory that this recording does not use yet."""
         shape, strides, dtype = form
         size = -(-nbytes(form) // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
-        before = self._blocks.block
-        block = self._blocks.reserve(self._used + size)
-        if block is not before:
-            self._used = 0
+        if self.held_bytes < self._used + size:
+            self._block, self._used = PoolBlock(max(size, int(_GROWTH * self.held_bytes)), self._device), 0
         begin, self._used = self._used, self._used + size
-        return block.memory[begin : begin + nbytes(form)].view(dtype).as_strided(shape, strides)
+        return self._block.memory[begin : begin + nbytes(form)].view(dtype).as_strided(shape, strides)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the block."""
-        return 0 if self._blocks.block is None else self._blocks.block.size
+        return 0 if self._block is None else self._block.size
 
     def clear(self) -> None:
         """Drops the block; recordings keep their parts alive."""
-        self._blocks.block = None
+        self._block = None
 
 
 class _Stream:
@@ -126,23 +133,20 @@ class Streams:
         """
         found = self._of.pop((device.index, stream), None)
         if found is not None:
-            found.arena.block = None
             found.scratch.clear()
             self._left.append(found)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of blocks, and of temporaries of torch's kernels."""
-        streams = tuple(self._of.values())
-        blocks = [each.arena.block for each in streams if each.arena.block is not None]
-        return sum(block.size for block in blocks) + sum(
-            each.scratch.held_bytes + each.temporaries.held_bytes for each in streams
+        return sum(
+            sum(block.size for block in each.arena.blocks) + each.scratch.held_bytes + each.temporaries.held_bytes
+            for each in tuple(self._of.values())
         )
 
     def clear(self) -> None:
-        """Drops the blocks; recordings keep theirs."""
+        """Drops the memory that no recording keeps."""
         for each in tuple(self._of.values()):
-            each.arena.block = None
             each.scratch.clear()
 
 
@@ -199,8 +203,7 @@ class CudaRecorder:
         shared = STREAMS.of(self._device, stream)
         of, execute = self._executors.get(stream, (None, None))
         if of is not shared:
-            actions = self._program.executor.actions
-            execute = PiecewiseExecutor(self._program, self._device, shared.arena, actions)
+            execute = PiecewiseExecutor(self._program, self._device, shared.arena)
             self._executors[stream] = shared, execute
         block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()

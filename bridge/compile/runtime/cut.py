@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from autodiff.extents import sample_of
 from bridge.compile.runtime.build import some_of
 from bridge.compile.runtime.instructions import MakeView
-from bridge.compile.runtime.layout import Register, RegisterLayout, lying_below, plan_arena
+from bridge.compile.runtime.layout import Placed, Register, RegisterLayout, lying_below, plan_arena
 from bridge.compile.runtime.loop_frame import Instruction, inner_steps
 from bridge.compile.runtime.program import Program
 
@@ -210,7 +210,7 @@ class _Part:
             touched.setdefault(flow.root(view.writes[0]), (0, 0))
         elsewhere = {*self._takes, *self._given, *self._allocated}
         placed = [slot for slot in touched if slot in flow.made and slot not in elsewhere]
-        arena = plan_arena({_Placed(slot, flow.registers[slot]): touched[slot] for slot in placed})
+        arena = plan_arena({Placed(slot, flow.registers[slot].nbytes): touched[slot] for slot in placed})
         offsets = {value.slot: offset for value, offset in arena.offsets.items()}
         below: tuple[tuple[int, ...], ...] = ()
         if whole.scope is not None:
@@ -256,10 +256,3 @@ class _Part:
 
     def _register(self, slot: int) -> Register:
         return replace(self._flow.registers[slot], slot=self._slot(slot), offset=0)
-
-
-class _Placed:
-    """A tensor to be placed in an arena."""
-
-    def __init__(self, slot: int, register: Register) -> None:
-        self.slot, self.nbytes = slot, register.nbytes

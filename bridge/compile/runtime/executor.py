@@ -27,7 +27,7 @@ from autodiff.lazy import cached_property
 from bridge.base.pytrees import picker
 from bridge.base.torch_internals import VF, empty_strided, tensor_at
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView
+from bridge.compile.runtime.instructions import Allocate, CallLibrary, Launch, MakeView
 from bridge.compile.runtime.layout import ARENAS, ArenaPool, InputForms, PoolBlock, PoolUser
 from bridge.compile.runtime.loop import loop_action
 from bridge.compile.runtime.loop_frame import Drive, Instruction, LoopFrames, RunLoop, is_framed
@@ -46,16 +46,23 @@ Arrays = dict[tuple[int, ...], tuple[array, ctypes.c_void_p]]
 
 
 def bind(
-    instruction: Instruction, functions: Mapping[str, Callable], arrays: Arrays, drive: Drive | None = None
+    instruction: Instruction,
+    functions: Mapping[str, Callable],
+    arrays: Arrays,
+    drive: Drive | None = None,
+    empty: Callable[..., torch.Tensor] = empty_strided,
 ) -> Action:
     """The action of an instruction.
 
     ``functions``: the program's kernels by name; ``arrays``: integers of launches, shared by equal launches; ``drive``:
-    runs the steps of loops. ``KeyError`` for a kernel that is in neither ``functions`` nor :mod:`bridge.library`.
+    runs the steps of loops; ``empty``: shape, strides, element type → memory. ``KeyError`` for a kernel that is in
+    neither ``functions`` nor :mod:`bridge.library`.
     """
     match instruction:
         case MakeView():
             return _view(instruction)
+        case Allocate(writes=(slot,), shape=shape, dtype=dtype):
+            return partial(_fill, slot, empty, shape, dense_strides(shape), dtype)
         case CallLibrary():
             return _library(instruction)
         case RunLoop():
@@ -102,6 +109,17 @@ def _make_view(
     base: int, slot: int, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, registers: list
 ) -> None:
     registers[slot] = tensor_at(registers[base], shape, strides, offset)
+
+
+def _fill(
+    slot: int,
+    empty: Callable[..., torch.Tensor],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    registers: list,
+) -> None:
+    registers[slot] = empty(shape, strides, dtype)
 
 
 def _library(call: CallLibrary) -> Action:
@@ -186,8 +204,10 @@ Actions = Sequence[tuple[Action, tuple[int, ...]]]
 """Actions of instructions, each with the slots that it is the last to use."""
 
 
-def bind_all(program: Program, drive: Drive | None = None) -> Actions:
-    """Binds the instructions of a program, for any of its executors; ``drive`` runs the steps of loops.
+def bind_all(
+    program: Program, drive: Drive | None = None, empty: Callable[..., torch.Tensor] = empty_strided
+) -> Actions:
+    """Binds the instructions of a program, for any of its executors; ``drive`` and ``empty`` as in :func:`bind`.
 
     Programs of other sizes share the actions of the instructions that are the same for all sizes.
     """
@@ -199,9 +219,10 @@ def bind_all(program: Program, drive: Drive | None = None) -> Actions:
     known, functions = shared.actions, shared.functions
     arrays = _arrays([step.scalars for step in steps if isinstance(step, Launch) and id(step) not in known])
     bound = []
-    for step, lasting in zip(steps, shared.steps, strict=True):
-        action = known.get(id(step)) or bind(step, functions, arrays, drive)
-        if step is lasting:
+    lasting = set(map(id, shared.steps))
+    for step in steps:
+        action = known.get(id(step)) or bind(step, functions, arrays, drive, empty)
+        if id(step) in lasting:
             known[id(step)] = action
         bound.append(action)
     return tuple(zip(bound, shared.last_uses, strict=True))
@@ -249,7 +270,7 @@ class Executor:
     @cached_property
     def actions(self) -> Actions:
         """The bound instructions; waits for machine code."""
-        return bind_all(self._program)
+        return bind_all(self._program, empty=self._empty)
 
     @cached_property
     def _user(self) -> PoolUser:

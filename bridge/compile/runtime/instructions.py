@@ -14,12 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from autodiff.extents import Dim, same, same_shape, sample_of
 from autodiff.ir import itemsize
 from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Pointwise, Product, Reduction, Scalar, Value
 from bridge.compile.loop_ir.views import is_dense, merged
 
-__all__ = ["CallLibrary", "Launch", "MakeView", "Operation", "StepContents", "contents"]
+__all__ = ["Allocate", "CallLibrary", "Launch", "MakeView", "Operation", "StepContents", "contents"]
 
 _PRODUCTS = ("mm", "mm_lt", "mm_biased", "bmm", "addmm", "baddbmm")
 
@@ -202,3 +204,19 @@ class MakeView:
     def __str__(self) -> str:
         geometry = f"{self.shape}, {self.strides}, {self.offset}"
         return f"{self.outputs[0]} = view {self.name}({self.inputs[0]}, {geometry})"
+
+
+@dataclass(frozen=True)
+class Allocate:
+    """Memory of torch's allocator for a dense tensor, which fills ``writes[0]`` until its last use."""
+
+    name: str
+    outputs: tuple[str, ...]
+    writes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    inputs: tuple[str, ...] = ()
+    reads: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.outputs[0]} = {self.name}({self.shape}, {self.dtype})"

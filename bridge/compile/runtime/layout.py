@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -33,27 +33,37 @@ from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.views import dense, dense_strides, permute
 from bridge.compile.runtime.instructions import MakeView
 
-__all__ = ["ALIGNMENT", "ARENAS", "ArenaPlan", "ArenaPool", "InputForms", "PoolBlock", "PoolUser", "Register"]
+__all__ = ["ALIGNMENT", "ARENAS", "ArenaPlan", "ArenaPool", "InputForms", "Placed", "PoolBlock", "PoolUser", "Register"]
 __all__ += ["RegisterLayout", "Strided", "lying_below", "plan_arena"]
 
 ALIGNMENT = 64  # a cache line, and the widest vector
 
 
+class Placed(NamedTuple):
+    """A tensor to be placed in an arena, by its slot."""
+
+    slot: int
+    nbytes: Dim
+
+
+_Placeable = TypeVar("_Placeable", Value, Placed)
+
+
 @dataclass(frozen=True)
-class ArenaPlan:
+class ArenaPlan(Generic[_Placeable]):
     """Byte offsets of values in a block of ``size`` bytes; offsets are multiples of 64."""
 
-    offsets: Mapping[Value, int]
+    offsets: Mapping[_Placeable, int]
     size: int
 
 
-def plan_arena(lifetimes: Mapping[Value, tuple[int, int]]) -> ArenaPlan:
+def plan_arena(lifetimes: Mapping[_Placeable, tuple[int, int]]) -> ArenaPlan[_Placeable]:
     """Offsets for values alive from their first to their last step, inclusive, at the sample's sizes.
 
     Largest first, each at its lowest free offset: deterministic, within a few per cent of the bound on training graphs.
     """
     placed: list[tuple[int, int, int, int]] = []  # begin, end, first, last
-    offsets: dict[Value, int] = {}
+    offsets: dict[_Placeable, int] = {}
     nbytes = {value: sample_of(value.nbytes) for value in lifetimes}
     for value in sorted(lifetimes, key=lambda value: -nbytes[value]):
         first, last = lifetimes[value]

@@ -18,7 +18,7 @@ import tvm_ffi
 
 from autodiff.extents import Dim
 from bridge.base.devices import HOST
-from bridge.compile.runtime.instructions import CallLibrary, Launch, MakeView, StepContents
+from bridge.compile.runtime.instructions import Allocate, CallLibrary, Launch, MakeView, StepContents
 from bridge.compile.runtime.layout import RegisterLayout
 
 __all__ = ["Addresses", "Drive", "Instruction", "LoopFrames", "RunLoop", "inner_steps", "is_framed"]
@@ -55,7 +55,7 @@ class RunLoop:
         return "\n".join([head, *(f"      {step}" for step in self.steps)])
 
 
-Instruction = Launch | CallLibrary | MakeView | RunLoop
+Instruction = Launch | CallLibrary | MakeView | RunLoop | Allocate
 
 
 def inner_steps(steps: Iterable[Instruction]) -> Iterator[Instruction]:
