@@ -57,10 +57,6 @@ class Verdicts:
             return True
         return False if work >= self._fails else None
 
-    def waits_for_host(self, work: float) -> bool:
-        """Whether runs without a graph take the host at least as long as the device."""
-        return work <= self._pays * _SHARE
-
     def copies_pay(self, copied: int) -> bool:
         """Whether a graph still pays if each replay copies ``copied`` bytes."""
         return copied / _COPIED_PER_SECOND < _SHARE_OF_COPIES * self.host

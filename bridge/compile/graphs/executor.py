@@ -30,14 +30,11 @@ from bridge.compile.graphs.recordings import (
 from bridge.compile.runtime.layout import InputForms, Strided
 from bridge.compile.runtime.program import Program
 
-__all__ = ["MAX_HELD_BYTES", "MAX_PARAMETER_BYTES", "MAX_UNWAITED_BYTES", "EntryGraphs", "GraphedExecutor"]
+__all__ = ["MAX_HELD_BYTES", "MAX_PARAMETER_BYTES", "EntryGraphs", "GraphedExecutor"]
 
 
 #: Bytes of one run's results for which a program may hold memory under ``"auto"``.
 MAX_HELD_BYTES = 1 << 32
-#: The same where the device does not wait for the host: the graph would save little time, and its results' memory is
-#: not freed during the backward.
-MAX_UNWAITED_BYTES = 1 << 28
 #: Bytes of parameters that a program may hold a second time under ``"auto"``, if their addresses never return: a
 #: trainer that moves parameters (FSDP gathers them for each call) does so to save memory.
 MAX_PARAMETER_BYTES = 1 << 20
@@ -176,8 +173,7 @@ class GraphedExecutor:
         return results
 
     def _may_hold(self, nbytes: int) -> bool:
-        most = MAX_HELD_BYTES if self._shared.verdicts.waits_for_host(self._work) else MAX_UNWAITED_BYTES
-        return nbytes <= most and nbytes <= self._recorder.spare_bytes(nbytes)
+        return nbytes <= MAX_HELD_BYTES and nbytes <= self._recorder.spare_bytes(nbytes)
 
     def _pays(self) -> bool | None:
         """Whether a graph pays, from other sizes' verdicts or this size's runs; ``None``: too early."""

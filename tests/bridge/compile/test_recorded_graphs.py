@@ -281,19 +281,6 @@ def test_automatic_holds_only_so_much(compiled, monkeypatch, most, spare):
     assert graphed.control.refused["test"] == "memory of results would be held: 768 bytes" and forced.control.replays
 
 
-@pytest.mark.parametrize(("seconds", "pays"), [((3e-3, 3e-3), True), ((2e-3, 3e-3), False)])
-def test_automatic_holds_much_memory_only_if_the_device_waits_for_the_host(compiled, monkeypatch, seconds, pays):
-    """A host that is two thirds as busy as the device is worth a graph, but not much memory."""
-    light, heavy = Graphed(compiled, "auto"), Graphed(compiled, "auto")
-    for graphed, most in ((light, 768), (heavy, 767)):
-        monkeypatch.setattr(module, "MAX_UNWAITED_BYTES", most)
-        graphed.recorder.seconds = seconds
-        for _ in range(20):
-            graphed.check()
-    assert light.control.replays and bool(heavy.control.replays) is pays
-    assert ("would be held" in heavy.control.refused.get("test", "")) is not pays
-
-
 def test_off_means_off(compiled):
     graphed = Graphed(compiled, False)
     for _ in range(10):
