@@ -269,11 +269,13 @@ class Shared:
         varies: whether there are several sizes.
         verdicts: whether graphs pay; ``cost``: timings of the first runs.
         is_warm: whether some size has run often enough to be recorded: kernels are loaded.
+        pays: whether a graph of the latest size pays and may hold its results; ``None``: too early.
         lock: held while the program runs.
 
     Args:
         moves: how often results' memory moved, over all sizes, to make room for a larger result.
         copied: places of inputs that each replay copies, whatever their addresses.
+        backward_pays: of a forward: whether its backward is worth recording; ``None``: too early.
     """
 
     def __init__(
@@ -282,8 +284,10 @@ class Shared:
         moves: Callable[[], int] = lambda: 0,
         verdicts: Verdicts | None = None,
         copied: Collection[int] = (),
+        backward_pays: Callable[[], bool | None] = lambda: True,
     ):
-        self.varies = varies
+        self.varies, self.backward_pays = varies, backward_pays
+        self.pays: bool | None = None
         self.verdicts = Verdicts() if verdicts is None else verdicts
         self.cost = LaunchCost()
         self.is_warm = False

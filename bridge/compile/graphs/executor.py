@@ -30,11 +30,14 @@ from bridge.compile.graphs.recordings import (
 from bridge.compile.runtime.layout import InputForms, Strided
 from bridge.compile.runtime.program import Program
 
-__all__ = ["MAX_HELD_BYTES", "MAX_PARAMETER_BYTES", "EntryGraphs", "GraphedExecutor"]
+__all__ = ["MAX_ALONE_BYTES", "MAX_HELD_BYTES", "MAX_PARAMETER_BYTES", "EntryGraphs", "GraphedExecutor"]
 
 
 #: Bytes of one run's results for which a program may hold memory under ``"auto"``.
 MAX_HELD_BYTES = 1 << 32
+#: The same for a forward whose backward is not recorded. Saved tensors of a recorded forward are freed all at once, so
+#: a backward with memory of its own needs more at its peak than both need without graphs.
+MAX_ALONE_BYTES = 1 << 28
 #: Bytes of parameters that a program may hold a second time under ``"auto"``, if their addresses never return: a
 #: trainer that moves parameters (FSDP gathers them for each call) does so to save memory.
 MAX_PARAMETER_BYTES = 1 << 20
@@ -166,13 +169,20 @@ class GraphedExecutor:
         pays = (has_run or shared.is_warm) if forced else self._pays()
         if pays is False and not forced:
             self._refuse("the device has more to do than the host: a graph does not pay")
-        elif pays and not forced and not self._may_hold(self._results.nbytes):
-            self._refuse(f"memory of results would be held: {self._results.nbytes} bytes")
+        elif pays and not forced:
+            pays = self._may_hold(self._results.nbytes)
+            if pays is False:
+                self._refuse(f"memory of results would be held: {self._results.nbytes} bytes")
+        shared.pays = pays
         self._is_warm = bool(pays)
         self._shared.is_warm |= self._is_warm
         return results
 
-    def _may_hold(self, nbytes: int) -> bool:
+    def _may_hold(self, nbytes: int) -> bool | None:
+        """Whether recordings may hold so much memory of results; ``None``: too early."""
+        beside = nbytes <= MAX_ALONE_BYTES or self._shared.backward_pays()
+        if not beside:
+            return beside
         return nbytes <= MAX_HELD_BYTES and nbytes <= self._recorder.spare_bytes(nbytes)
 
     def _pays(self) -> bool | None:
@@ -271,6 +281,7 @@ class EntryGraphs:
         self._control = control
         self._memories: dict[Hashable, Memory] = {}
         self._shared: dict[Program, Shared] = {}
+        self._backwards: set[Program] = set()
 
     def forward(self, program: Program, execute: Execute, whole: Program, outputs: int, captures: int) -> Execute:
         """The executor of a forward program.
@@ -291,6 +302,7 @@ class EntryGraphs:
         params = program.layout.params
         first = len(params) - grad_outs
         numbers = [place for place, each in enumerate(params) if place >= first and each.numel == 1]
+        self._backwards.add(whole)
         return self._graphed(program, execute, whole, "gradients", (len(program.layout.results),) * 2, numbers)
 
     def _graphed(
@@ -307,7 +319,9 @@ class EntryGraphs:
             return execute
         shared = self._shared.get(whole)
         if shared is None:
-            shared = self._shared.setdefault(whole, Shared(program is not whole, self._moves, copied=copied))
+            backward_pays = self._backward_pays if use == "outputs" else lambda: True
+            made = Shared(program is not whole, self._moves, copied=copied, backward_pays=backward_pays)
+            shared = self._shared.setdefault(whole, made)
         dynamic = _dynamic(whole) if shared.varies else ()
 
         def memory_of(result: int) -> Memory:
@@ -327,6 +341,11 @@ class EntryGraphs:
             found = self._memories.setdefault(use, recorder.memory(varies, joined))
             self._control.hold(found)
         return found
+
+    def _backward_pays(self) -> bool | None:
+        """Whether a backward is worth recording; ``None``: too early."""
+        found = [shared.pays for program, shared in tuple(self._shared.items()) if program in self._backwards]
+        return True if any(found) else None if not found or None in found else False
 
     def _moves(self) -> int:
         return sum(memory.grown for memory in tuple(self._memories.values()))

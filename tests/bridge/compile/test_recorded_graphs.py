@@ -12,7 +12,7 @@ from tvm.relax import op as R
 from bridge.compile.graphs import control as control_module
 from bridge.compile.graphs import executor as module
 from bridge.compile.graphs.control import RUNS, RecordedGraphs, Shared, Verdicts
-from bridge.compile.graphs.executor import GraphedExecutor
+from bridge.compile.graphs.executor import EntryGraphs, GraphedExecutor
 from bridge.compile.graphs.recordings import MAX_ADDRESSES
 from tests.bridge.compile.host_recorder import HostMemory, HostRecorder, memories
 from tests.bridge.compile_helpers import program
@@ -279,6 +279,39 @@ def test_automatic_holds_only_so_much(compiled, monkeypatch, most, spare):
     for _ in range(9):
         graphed.check(), forced.check()
     assert graphed.control.refused["test"] == "memory of results would be held: 768 bytes" and forced.control.replays
+
+
+@pytest.mark.parametrize(
+    ("backward", "most", "holds"),
+    [((1e-3, 1e-3), 767, True), ((1e-4, 1e-3), 767, False), ((1e-4, 1e-3), 768, True), (None, 767, False)],
+    ids=["beside a recorded backward", "beside a launched one", "little memory", "no backward"],
+)
+def test_automatic_holds_much_memory_only_if_the_backward_is_recorded(compiled, monkeypatch, backward, most, holds):
+    """The backward would need memory of its own while a recorded forward's saved tensors are not freed."""
+    monkeypatch.setattr(module, "MAX_ALONE_BYTES", most)
+    other = program([((12, 16), "float32"), ((16, 8), "float32")], lambda emit, x, w: [emit(R.matmul(x, w))])
+    recorders: list[HostRecorder] = []
+
+    def recorder(_backend, of):
+        recorders.append(HostRecorder(of))
+        return recorders[-1]
+
+    monkeypatch.setattr(type(compiled.backend), "recorder", recorder)
+    control = RecordedGraphs("auto")
+    entry = EntryGraphs(control)
+    forward = entry.forward(compiled, compiled.executor, compiled, 1, 1)
+    run_backward = entry.backward(other, other.executor, other, 0)
+    recorders[0].seconds, recorders[1].seconds = (1e-3, 1e-3), backward
+    x, w = torch.randn(12, 16), torch.randn(16, 8)
+    for _ in range(20):
+        for ours, theirs in zip(forward([x, w]), expected(x, w), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        if backward:
+            torch.testing.assert_close(run_backward([x, w])[0], x @ w)
+    assert bool(recorders[0].replayed) is holds
+    if backward:
+        assert bool(recorders[1].replayed) is (backward[0] == backward[1])
+        assert ("would be held" in control.refused.get("test", "")) is not holds
 
 
 def test_off_means_off(compiled):
