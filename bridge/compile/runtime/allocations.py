@@ -13,7 +13,7 @@ from dataclasses import replace
 from bridge.compile.runtime.cut import Liveness
 from bridge.compile.runtime.instructions import Allocate, Launch, MakeView
 from bridge.compile.runtime.layout import Placed, plan_arena
-from bridge.compile.runtime.loop_frame import Instruction
+from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 from bridge.compile.runtime.program import Program
 
 __all__ = ["with_allocations"]
@@ -21,13 +21,14 @@ __all__ = ["with_allocations"]
 
 def with_allocations(program: Program, least: int) -> Program:
     """The program with its intermediates of at least ``least`` bytes in memory of their own; the same kernels, and the
-    same bits.
+    same bits. The memory of a loop's steps stays in the arena.
 
     Args:
         program: without symbolic extents.
     """
     layout = program.layout
-    large = {each.slot: each for each in layout.arena if each.nbytes >= least}
+    scratch = {step.writes[-1] for step in program.steps if isinstance(step, RunLoop)}  # a loop keeps tensors in it
+    large = {each.slot: each for each in layout.arena if each.nbytes >= least and each.slot not in scratch}
     if not large:
         return program
     flow = Liveness(program)
