@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from bridge.compile.runtime.cut import Liveness
 from bridge.compile.runtime.instructions import Allocate, Launch, MakeView
-from bridge.compile.runtime.layout import Placed, plan_arena
+from bridge.compile.runtime.layout import ArenaSlot, plan_arena
 from bridge.compile.runtime.loop_frame import Instruction, RunLoop
 from bridge.compile.runtime.program import Program
 
@@ -47,7 +47,7 @@ def with_allocations(program: Program, least: int) -> Program:
         steps.append(step)
     throughout = {slot for step in program.steps if isinstance(step, Launch) and step.once for slot in step.writes}
     small = [each for each in layout.arena if each.slot not in made]
-    placed = {Placed(each.slot, each.nbytes): _lifetime(flow, each.slot, throughout) for each in small}
+    placed = {ArenaSlot(each.slot, each.nbytes): _lifetime(flow, each.slot, throughout) for each in small}
     arena = plan_arena(placed)
     offsets = {value.slot: offset for value, offset in arena.offsets.items()}
     found = replace(

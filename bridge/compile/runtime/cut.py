@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from autodiff.extents import sample_of
 from bridge.compile.runtime.build import some_of
 from bridge.compile.runtime.instructions import MakeView
-from bridge.compile.runtime.layout import Placed, Register, RegisterLayout, lying_below, plan_arena
+from bridge.compile.runtime.layout import ArenaSlot, Register, RegisterLayout, lying_below, plan_arena
 from bridge.compile.runtime.loop_frame import Instruction, inner_steps
 from bridge.compile.runtime.program import Program
 
@@ -210,7 +210,7 @@ class _Part:
             touched.setdefault(flow.root(view.writes[0]), (0, 0))
         elsewhere = {*self._takes, *self._given, *self._allocated}
         placed = [slot for slot in touched if slot in flow.made and slot not in elsewhere]
-        arena = plan_arena({Placed(slot, flow.registers[slot].nbytes): touched[slot] for slot in placed})
+        arena = plan_arena({ArenaSlot(slot, flow.registers[slot].nbytes): touched[slot] for slot in placed})
         offsets = {value.slot: offset for value, offset in arena.offsets.items()}
         below: tuple[tuple[int, ...], ...] = ()
         if whole.scope is not None:

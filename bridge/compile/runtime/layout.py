@@ -33,20 +33,30 @@ from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.views import dense, dense_strides, permute
 from bridge.compile.runtime.instructions import MakeView
 
-__all__ = ["ALIGNMENT", "ARENAS", "ArenaPlan", "ArenaPool", "InputForms", "Placed", "PoolBlock", "PoolUser", "Register"]
+__all__ = [
+    "ALIGNMENT",
+    "ARENAS",
+    "ArenaPlan",
+    "ArenaPool",
+    "ArenaSlot",
+    "InputForms",
+    "PoolBlock",
+    "PoolUser",
+    "Register",
+]
 __all__ += ["RegisterLayout", "Strided", "lying_below", "plan_arena"]
 
 ALIGNMENT = 64  # a cache line, and the widest vector
 
 
-class Placed(NamedTuple):
+class ArenaSlot(NamedTuple):
     """A tensor to be placed in an arena, by its slot."""
 
     slot: int
     nbytes: Dim
 
 
-_Placeable = TypeVar("_Placeable", Value, Placed)
+_Placeable = TypeVar("_Placeable", Value, ArenaSlot)
 
 
 @dataclass(frozen=True)
