@@ -44,7 +44,7 @@ __all__ = [
     "PoolUser",
     "Register",
 ]
-__all__ += ["RegisterLayout", "Strided", "lying_below", "plan_arena"]
+__all__ += ["Register", "RegisterLayout", "Strided", "lying_below", "plan_arena"]
 
 ALIGNMENT = 64  # a cache line, and the widest vector
 
