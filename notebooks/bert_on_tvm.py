@@ -169,7 +169,7 @@ with torch.no_grad():
     add_tvm_dispatch(dispatched, x)
     before = layer(x)
     for module in (layer, dispatched):
-        module.output.dense.weight.mul_(1.5)  # what an optimizer, or load_state_dict, does
+        module.output.dense.weight.mul_(1.5)  # as an optimizer, or load_state_dict, does
     eager = layer(x)
     print(f"eager, before and after the change:  {(eager - before).abs().max():.1e} apart")
     print(f"dispatched: off by {(dispatched(x) - eager).abs().max():.1e}")

@@ -2,8 +2,8 @@
 
 Shapes of one layer and one style become one path with relative coordinates, texts of one style one group, so that
 colours and fonts stand once. Order is kept where it shows: clusters under arrows under boxes under texts. Lines move by
-half a point at most; no text changes. Attributes alone are used, no style sheet, because viewers of notebooks remove
-those. Attributes are in single quotes, which JSON does not escape.
+half a point at most; no text changes. Attributes alone are used, because viewers of notebooks remove style sheets.
+Attributes are in single quotes, which JSON does not escape.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ print([f"{mask.name}: {mask.ty.dtype} {[int(extent) for extent in mask.ty.shape]
 
 
 class Layer(torch.autograd.Function):
-    """Primals are the layer's parameters, its input and the masks; the gradients are those that ``lower`` was told."""
+    """Primals are the layer's parameters, its input and the masks; ``lower`` was told which of them get gradients."""
 
     @staticmethod
     def forward(ctx, *primals):

@@ -148,7 +148,7 @@ def program_steps(module, x):
 
 
 def calls_of(step):
-    """Kernels and library calls of a step; of a loop, those of its body as often as it is run."""
+    """Kernels and library calls of a step; a loop counts its body as often as it is run."""
     if isinstance(step, RunLoop):
         return step.length * sum(map(calls_of, step.steps))
     return int(isinstance(step, Launch | CallLibrary))

@@ -322,6 +322,6 @@ def resolve(strategy: str | Strategy) -> Strategy:
             names = ", ".join(f'"{name}"' for name in STRATEGIES)
             raise ValueError(f'unknown partition strategy "{strategy}"; choose {names}, or pass a strategy object')
         return STRATEGIES[strategy]()
-    if not callable(getattr(strategy, "choose", None)):
+    if isinstance(strategy, type) or not callable(getattr(strategy, "choose", None)):
         raise TypeError(f"a partition strategy is a name or an object with a choose method, got {strategy!r}")
     return strategy

@@ -317,6 +317,7 @@ CASES: dict[str, Callable[[], str]] = {
     ),
     "float8": lambda: refused(lambda m, x: m.linear(x).to(torch.float8_e5m2).float()),
     "quantized tensors": lambda: refused(quantized),
+    "quantized modules (`torch.ao.nn.quantized`)": lambda: refused(torch.ao.nn.quantized.dynamic.Linear(4, 4)),
     "`x[t]` by a 0-d tensor, returned beside `x` or read by `as_strided`": lambda: refused(
         lambda m, x, t: x[t], X.clone(), torch.tensor(1)
     ),

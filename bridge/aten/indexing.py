@@ -288,7 +288,7 @@ def _in_memory(size, stride, offset):
 
 
 def _of_axis(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for values and their positions along an axis: those of a 0-d tensor are itself, at position 0."""
+    """Decorator of (values, positions along an axis): a 0-d tensor is its own value, at position 0."""
 
     @functools.wraps(convert)
     def converted(importer, node, x, *args, **kwargs):

@@ -11,14 +11,14 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 __all__ = ["ARGUMENTS", "BY_DRAWS", "BY_NUMBERS", "CALL_BEFORE", "INTERPRETER", "MODULE", "RUN", "STRUCTURE"]
 __all__ += ["CacheNotFilled", "CompilationError", "DispatchMiss", "GuardFailure", "Unsupported", "UnsupportedModule"]
-__all__ += ["failed_together", "from_user_code", "is_final", "is_out_of_memory", "is_pythons_file"]
+__all__ += ["failed_together", "from_user_code", "is_final", "is_out_of_memory", "is_own_file", "is_pythons_file"]
 __all__ += ["is_refused_by_eager", "is_user_file", "line_of", "line_of_forward", "note_sample"]
 __all__ += ["TORCH_DIR", "refused_by_eager", "swallowed", "user_line"]
 
@@ -28,6 +28,9 @@ _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = ("bridge", "autodiff", "partition")
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _OWN = tuple(os.path.join(_ROOT, package, "") for package in _PACKAGES)
+
+
+DISPATCH_A_SUBMODULE = "dispatch a submodule that does not contain it, or leave this module to PyTorch"
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,15 @@ class Unsupported:
     op: str
     where: str
     reason: str
-    hint: str = "dispatch a submodule that does not contain it, or leave this module to PyTorch"
+    hint: str = DISPATCH_A_SUBMODULE
 
     def __str__(self) -> str:
         return f"{self.op}: {self.reason}\n    at {self.where}\n    {self.hint}"
+
+    def without_parts(self) -> Unsupported:
+        """The same where no submodule can be dispatched: the hint does not advise that."""
+        without = re.sub("(, or |^)dispatch [^:]*: whole=False$|^" + DISPATCH_A_SUBMODULE, "", self.hint)
+        return replace(self, hint=without or "leave this module to PyTorch")
 
 
 class UnsupportedModule(RuntimeError):
@@ -74,6 +82,10 @@ class UnsupportedModule(RuntimeError):
         self.cause = cause
         lines = "\n".join(f"  {op}" for op in self.ops)
         super().__init__(f"{module_name} cannot be {what}; it was left as it was.\n{lines}")
+
+    def without_parts(self) -> UnsupportedModule:
+        """The same where no submodule can be dispatched: without advice to dispatch one."""
+        return type(self)(self.module_name, [each.without_parts() for each in self.ops], self.cause)
 
     @property
     def is_of_draws(self) -> bool:
@@ -153,7 +165,7 @@ def swallowed(error: Exception) -> None:
     if os.environ.get("BRIDGE_RAISE") != "1" or type(error).__module__.partition(".")[0] in _PACKAGES:
         return
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    is_own = [file.startswith(_OWN) for file in files]
+    is_own = [is_own_file(file) for file in files]
     if any(is_own[-1:]) and all(own or not is_user_file(file) for own, file in zip(is_own, files, strict=True)):
         raise error
 
@@ -172,10 +184,15 @@ def is_pythons_file(filename: str) -> bool:
     return filename.startswith(_STDLIB) and not any(each in filename for each in ("site-packages", "dist-packages"))
 
 
+def is_own_file(filename: str) -> bool:
+    """Whether a source file is this package's."""
+    return filename.startswith(_OWN)
+
+
 @cache
 def is_user_file(filename: str) -> bool:
     """Whether a source file is neither torch's, nor this package's, nor of the standard library."""
-    if filename.startswith((TORCH_DIR, *_OWN, "<")):
+    if filename.startswith((TORCH_DIR, "<")) or is_own_file(filename):
         return False
     return not is_pythons_file(filename)
 

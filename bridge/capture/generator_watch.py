@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
-from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, line_of_forward, user_line
+from bridge.base.errors import TORCH_DIR, Unsupported, UnsupportedModule, is_own_file, line_of_forward, user_line
 from bridge.base.pytrees import tensor_leaves
 from bridge.capture.draws import IsolatedRNG
 from bridge.capture.inplace_rules import InPlaceRules
@@ -53,7 +53,7 @@ def generator_watch(rules: InPlaceRules, reads: Reads) -> Iterator[None]:
             return
         owner = getattr(called, "__self__", None)
         if isinstance(owner, torch.Generator):
-            if name in _RESEEDING:
+            if name in _RESEEDING and not is_own_file(frame.f_code.co_filename):
                 seeded.setdefault(id(owner), (owner, owner.get_state()))  # it is called only after this
                 rules.complain(f"torch.Generator.{name}", "changes a random generator inside forward")
         elif isinstance(owner, random.Random) and name in _PYTHONS_DRAWS and not _is_of_no_numbers(frame):

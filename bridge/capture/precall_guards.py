@@ -119,7 +119,7 @@ def recomputed(
     given: int,
 ) -> tuple[tuple[PreCallExpression, ...], tuple[fx.Node | None, ...], set[fx.Node]]:
     """Splits the numbers that forward reads → (pre-call guard expressions, ``read`` with ``None`` for their numbers,
-    for constants and for certain numbers, the nodes that compute these).
+    for constants and for certain numbers, the nodes that compute the expressions).
 
     Args:
         read, readings: the nodes of the numbers in a functional graph; their scalar guards.

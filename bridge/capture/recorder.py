@@ -19,7 +19,6 @@ import torch
 
 from bridge.base.errors import Unsupported, UnsupportedModule, is_user_file, line_of
 from bridge.base.modes import while_active
-from bridge.base.tensor_properties import is_nested
 from bridge.base.threads import frame_of
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_internals import (
@@ -92,6 +91,11 @@ def nested(op: str, where: str) -> Unsupported:
     return Unsupported(
         op, where, "takes or gives a nested tensor: rows of several sizes", "pad the rows, and mask them"
     )
+
+
+def quantized(op: str, where: str) -> Unsupported:
+    """The refusal of an operator that takes or returns a quantized tensor."""
+    return Unsupported(op, where, "takes or gives a quantized tensor", "use torch.ao's fake quantization, in floats")
 
 
 class OperatorRecorder(PreDispatchMode):
@@ -209,8 +213,10 @@ class OperatorRecorder(PreDispatchMode):
                         result = func(*args, **kwargs)
                 else:
                     result = self._told(func, args, kwargs, operands, place[0])
-        if any(map(is_nested, leaves_in(result, torch.Tensor))):
-            raise UnsupportedModule("", [nested(str(func), line_of(place[0]))])
+        for each in leaves_in(result, torch.Tensor):
+            if each.is_nested or each.is_quantized:
+                refusal = nested if each.is_nested else quantized
+                raise UnsupportedModule("", [refusal(str(func), line_of(place[0]))])
         results = mapped(result, torch.Tensor, self.values.result)
         draws = before, len(self.draws)
         if (inside := backward_running()) is not None:

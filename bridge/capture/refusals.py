@@ -43,7 +43,7 @@ _WRAPPERS = {
 
 def check_call(call: SampleCall) -> None:
     """Raises :class:`UnsupportedModule` for lazy parameters, inner backward hooks, wrappers and odd arguments."""
-    for problems in (_scripted, _without_shapes, _parallel, _backward_hooks, _odd_arguments):
+    for problems in (_in_cpp, _without_shapes, _parallel, _backward_hooks, _odd_arguments):
         if found := problems(call):
             raise UnsupportedModule(call.name, found)
 
@@ -70,11 +70,20 @@ def device_of_call(call: SampleCall) -> torch.device:
     return devices[0] if devices else HOST
 
 
-def _scripted(call: SampleCall) -> list[Unsupported]:
-    reason, hint = "compiled by TorchScript, whose code is not seen", "dispatch the module it was made of"
-    paths = [path for path, child in call.module.named_modules() if isinstance(child, torch.jit.ScriptModule)]
-    named = ((f"torch.jit module '{path}'" if path else "torch.jit module", path) for path in paths[:1])
-    return [Unsupported(what, f"{call.name}.{path}", reason, hint) for what, path in named]
+def _in_cpp(call: SampleCall) -> list[Unsupported]:
+    """Refuses the first module whose code or weights are objects in C++: TorchScript's, packed quantized weights."""
+    hint = "dispatch the module it was made of"
+    for path, child in call.module.named_modules():
+        op, where = f"{type(child).__name__} '{path}'" if path else call.name, f"{call.name}.{path}".rstrip(".")
+        objects = [each for each in vars(child).values() if isinstance(each, torch.ScriptObject)]
+        if isinstance(child, torch.jit.ScriptModule):
+            reason = "a torch.jit module, compiled by TorchScript, whose code is not seen"
+        elif any("quantized" in str(each._type()) for each in objects):
+            reason = "packed weights in C++ (quantized), whose numbers are not seen"
+        else:
+            continue
+        return [Unsupported(op, where, reason, hint)]
+    return []
 
 
 def uninitialized(module: nn.Module) -> list[str]:

@@ -20,6 +20,7 @@ _BACKENDS: dict[str, Callable[[Target], Backend]] = {
     "cuda": lambda target: CudaBackend(arch=str(target.attrs["arch"])),
 }
 """Kind of a TVM target → the maker of its backend."""
+_KINDS = "a TVM target of kind 'llvm' or 'cuda', or a GPU by name ('cuda', 'cuda:1')"
 
 
 def backend_for(target: Target | str | dict[str, Any] | torch.device | Backend | None) -> Backend:
@@ -40,10 +41,10 @@ def backend_for(target: Target | str | dict[str, Any] | torch.device | Backend |
     try:
         target = Target(target)
     except ValueError as error:
-        raise ValueError(f"target: {target!r} is none of TVM's: {error}") from None
+        raise ValueError(f"target: wanted {_KINDS}, got {target!r}, none of TVM's: {error}") from None
     backend = _BACKENDS.get(target.kind.name)
     if backend is None:
-        raise ValueError(f"target: wanted one of kind {', '.join(map(repr, _BACKENDS))}, got {str(target)!r}")
+        raise ValueError(f"target: wanted {_KINDS}, got one of kind {target.kind.name!r}")
     return backend(target)
 
 

@@ -76,7 +76,9 @@ def add_tvm_dispatch(
         try:
             if not _add(dispatcher, call, options, is_whole=whole is not False):
                 return module
-        except UnsupportedModule:
+        except UnsupportedModule as refused:
+            if whole is False or not any(module.children()):
+                raise refused.without_parts() from refused.__cause__
             raise
         except Exception as error:
             _add_note(error, is_one_mapping=isinstance(sample_input, Mapping) and bool(call.args))

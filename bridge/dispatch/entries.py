@@ -179,7 +179,7 @@ def _is_unused(entry: Entry) -> bool:
 _REASONS = 20
 """Most reasons that are printed."""
 
-_HINT = 'add_tvm_dispatch(module, sample) in the state of such a call adds an entry for it; on_miss="compile" by itself'
+_HINT = 'add_tvm_dispatch(module, sample) in the state of such a call adds an entry for it, as on_miss="compile" does'
 
 
 class DispatchStats:

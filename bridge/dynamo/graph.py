@@ -109,7 +109,7 @@ def graphs_in(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
 class DynamoGraph(nn.Module):
     """A graph of Dynamo's as a module; its arguments are the graph's inputs, except numbers that are sizes.
 
-    Such a number is read from a tensor's shape. A tensor of which the graph only reads the number is given as the
+    A size is read from a tensor's shape. A 0-d tensor of which the graph only reads the number is given as the
     number.
 
     Attributes:

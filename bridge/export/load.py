@@ -65,6 +65,8 @@ def load_compiled(path: str | os.PathLike) -> nn.Module:
 
 def _index(folder: Path) -> dict[str, Any]:
     """The folder's index; verifies the checksum of every file."""
+    if folder.exists() and not (folder / INDEX).is_file():
+        raise ValueError(f"{folder} was not saved by save_compiled: it has no {INDEX}")
     try:
         _, parts = read_artifact((folder / INDEX).read_bytes(), KIND)
         index = from_parts(parts)

@@ -1,7 +1,7 @@
 """Guard conditions on forward's reads: the places that a run noted → whether a call would read the same.
 
-The guard reads the places when it is made, after forward's last run. The quick path compares by identity, and only
-what was written to since where writes are counted: names in dictionaries, code, classes, bases. The thorough path
+The guard reads the places when it is made, after forward's last run. The quick path compares by identity, and where
+writes are counted (names in dictionaries, code, classes, bases), only the places written to since. The thorough path
 accepts equal values and gives the reason.
 """
 

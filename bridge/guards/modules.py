@@ -155,7 +155,7 @@ class ModulePlace(Watched):
                 yield GuardFailure(MODULE, *self._told(*label, before, value, [then, now]))
 
     def _told(self, kind: str, name: Any, before: Any, value: Any, looks: Sequence[Mapping[Label, Any]]) -> list[str]:
-        """A change in words: what, and its details."""
+        """A change in words: the changed place, and the details."""
         of = str(self.place)
         if kind == _TYPE:
             return [f"type of {of}", f"compiled for {before.__name__}, called with {value.__name__}"]

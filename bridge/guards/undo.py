@@ -87,7 +87,7 @@ class Settling:
 
     Attributes:
         done: whether they have been repeated.
-        reads: what the first call reads, perhaps it alone, with the values that the writes follow.
+        reads: places that the first call reads, perhaps it alone, with the values that the writes follow.
     """
 
     def __init__(self, places: Sequence[tuple[Any, Any, Any]]):

@@ -191,6 +191,8 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
         return "a tensor subclass"
     if tensor.is_nested:
         return "a nested tensor"
+    if tensor.is_quantized:
+        return "a quantized tensor"
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"
     if tensor.dtype == torch.complex32:

@@ -1,4 +1,4 @@
-"""Scans: a step between marks, hoisting, transposed constants, and unrolling compute what the steps compute."""
+"""Scans: a step between marks, hoisting, transposed constants and unrolling give the results of the steps."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Recomputation:
         self.producers = Producers(rules.limits)
 
     def read(self, operand: Operand, reader: Pointwise) -> Operand:
-        """What a point-wise node reads instead of an operand."""
+        """The operand of a point-wise node → the operand that it reads instead."""
         raise NotImplementedError
 
     def add(self, node: Node) -> None:

@@ -307,7 +307,7 @@ class Masked(nn.Module):
 
 @pytest.mark.composes(
     "a `BlockMask` among the arguments",
-    "its tensors and those of its `mask_mod` are inputs; another `mask_mod` or block size misses",
+    "its tensors and its `mask_mod`'s are inputs; another `mask_mod` or block size misses",
     section="Autograd, memory, threads",
 )
 @pytest.mark.parametrize("registered", [False, True])

@@ -44,6 +44,30 @@ def test_an_error_of_eagers_says_that_it_is_about_the_sample(look, sample):
     assert raised.value.__notes__ == ["PyTorch raises this for the sample that was given, with or without a dispatch"]
 
 
+class Alone(nn.Module):
+    """A module without modules inside."""
+
+    def forward(self, x):
+        return x.unique()
+
+
+@pytest.mark.parametrize(("module", "whole"), [(Alone(), None), (Alone(), False), (nn.Sequential(Alone()), False)])
+def test_parts_are_not_offered_where_there_are_none(module, whole):
+    with pytest.raises(UnsupportedModule, match="keep the shape") as refused:
+        add_tvm_dispatch(module, rows(), whole=whole)
+    assert "whole=False" not in str(refused.value) and not refused.value.ops[0].hint.endswith(",")
+
+
+def test_a_submodule_is_not_offered_where_there_is_none():
+    class Runs(nn.Module):
+        def forward(self, x):
+            x.sum().backward()
+            return x
+
+    with pytest.raises(UnsupportedModule, match="\n    leave this module to PyTorch"):
+        add_tvm_dispatch(Runs(), rows().requires_grad_())
+
+
 @pytest.mark.parametrize("function", [lambda m, x: m.linear(x).unique(), picks], ids=["unique", "mask"])
 def test_a_shape_that_parameters_decide_is_refused_once_and_parts_are_offered(function, caplog):
     with pytest.raises(UnsupportedModule, match="or dispatch the rest: whole=False"):
@@ -80,7 +104,7 @@ def test_advice_does_not_repeat_what_is_set():
     module = add_tvm_dispatch(Net(lambda m, x: sum(m.linear(x).unbind(0))), rows(), on_miss="compile")
     module(torch.randn(5, 4))
     module.train(False)
-    assert 'on_miss="compile" by itself' not in repr(stats(module))
+    assert 'as on_miss="compile" does' not in repr(stats(module))
 
 
 def test_stats_of_what_torch_compile_has_made_names_its_graphs():

@@ -11,6 +11,7 @@ from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, lower, stats
 from bridge.capture import normalize_sample
+from partition import MinCut
 from tests.bridge.compare import Call, assert_same, run
 from tests.device import DEVICE
 
@@ -230,7 +231,8 @@ def test_stats_of_a_module_without_dispatch_names_what_is_dispatched_inside():
         ({"sample_kwargs": [1]}, TypeError, "sample_kwargs: wanted a mapping of keyword arguments, got list"),
         ({"freeze": "yes"}, TypeError, "freeze: wanted True or False, got 'yes'"),
         ({"whole": 0}, TypeError, "whole: wanted True or False, got 0"),
-        ({"target": "gpu"}, ValueError, "target: 'gpu' is none of TVM's"),
+        ({"partition": MinCut}, TypeError, "a partition strategy is a name or an object with a choose method"),
+        ({"target": "gpu"}, ValueError, "target: wanted .*, got 'gpu', none of TVM's"),
     ],
 )
 def test_an_option_of_another_kind_is_named(options, error, words):

@@ -266,6 +266,8 @@ def test_folders(tmp_path):
     with pytest.raises(ValueError, match="not saved by save_compiled"):
         (tmp_path / "saved" / "compiled.index").write_text("[]")
         load_compiled(tmp_path / "saved")
+    with pytest.raises(ValueError, match="not saved by save_compiled: it has no"):
+        load_compiled(tmp_path)
     with pytest.raises(FileNotFoundError):
         load_compiled(tmp_path / "nowhere")
 

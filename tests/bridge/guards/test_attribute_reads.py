@@ -144,7 +144,7 @@ BATCH_NORM = {
 @pytest.mark.parametrize("mode", ["refuse", "compile"])
 @pytest.mark.parametrize("case", BATCH_NORM)
 def test_what_a_batch_norm_with_cumulative_averages_reads_is_a_condition(case, mode, monkeypatch):
-    """Its forward is replaced while it is recorded; so its reads are those of the stand-in."""
+    """Its forward is replaced while it is recorded, so that the stand-in's reads are noted."""
     monkeypatch.setattr(_BatchNorm, "forward", _BatchNorm.forward)  # put back afterwards
     monkeypatch.setattr(F, "batch_norm", F.batch_norm)
     torch.manual_seed(0)
