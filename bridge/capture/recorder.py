@@ -93,9 +93,13 @@ def nested(op: str, where: str) -> Unsupported:
     )
 
 
-def quantized(op: str, where: str) -> Unsupported:
-    """The refusal of an operator that takes or returns a quantized tensor."""
-    return Unsupported(op, where, "takes or gives a quantized tensor", "use torch.ao's fake quantization, in floats")
+def _check(func: Any, results: Sequence[torch.Tensor], line: tuple[str, int] | None) -> None:
+    """Raises :class:`UnsupportedModule` for a nested or quantized result."""
+    if any(each.is_nested for each in results):
+        raise UnsupportedModule("", [nested(str(func), line_of(line))])
+    if any(each.is_quantized for each in results):
+        reason, hint = "takes or gives a quantized tensor", "use torch.ao's fake quantization, in floats"
+        raise UnsupportedModule("", [Unsupported(str(func), line_of(line), reason, hint)])
 
 
 class OperatorRecorder(PreDispatchMode):
@@ -213,10 +217,7 @@ class OperatorRecorder(PreDispatchMode):
                         result = func(*args, **kwargs)
                 else:
                     result = self._told(func, args, kwargs, operands, place[0])
-        for each in leaves_in(result, torch.Tensor):
-            if each.is_nested or each.is_quantized:
-                refusal = nested if each.is_nested else quantized
-                raise UnsupportedModule("", [refusal(str(func), line_of(place[0]))])
+        _check(func, [*leaves_in(result, torch.Tensor)], place[0])
         results = mapped(result, torch.Tensor, self.values.result)
         draws = before, len(self.draws)
         if (inside := backward_running()) is not None:
