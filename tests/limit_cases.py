@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.export import Dim
@@ -430,6 +431,7 @@ CASES: dict[str, Callable[[], str]] = {
     "a method, a function in C, a lock or a `torch.Size` as an argument": lambda: refused(
         lambda m, x, f: f(m.linear(x)), X, torch.relu
     ),
+    "a NumPy array or number as an argument": lambda: refused(lambda m, x, y: m.linear(x) * y, X, np.float32(2)),
     "a result that is a generator, a set, or an object with functions in it": lambda: refused(holds_a_function),
     "a result from before the call": lambda: refused(lambda m, x: (m.linear(x), m.kept), held={"kept": Batch(X)}),
     "`torch.jit` modules": lambda: refused(scripted()),

@@ -29,6 +29,7 @@ NO_CACHE = "set model.config.use_cache = False: training has no use for the keys
 
 _PASS_CONTENTS = "make it an attribute of the module, or pass what forward takes from it"
 _PASS_TUPLE = "pass a tuple of its numbers: tuple(x.shape)"
+_HINTS = {CACHES: NO_CACHE, "numpy": "pass a tensor (torch.as_tensor) or a Python number"}
 _DISPATCH_INSIDE = "dispatch what it wraps, before or after wrapping it: add_tvm_dispatch({}.module, ...)"
 #: Wrappers of torch's by class name, so that none of their packages is imported.
 _WRAPPERS = {
@@ -151,7 +152,7 @@ def _odd_arguments(call: SampleCall) -> list[Unsupported]:
                 hint = _AROUND if is_distributed(leaf) else "pass a plain tensor"
                 found.append(Unsupported(what, where, problem, hint))
         elif isinstance(leaf, type) or not is_plain(leaf):
-            hint = NO_CACHE if type(leaf).__module__ == CACHES else _PASS_TUPLE if _is_size(leaf) else _PASS_CONTENTS
+            hint = _PASS_TUPLE if _is_size(leaf) else _HINTS.get(type(leaf).__module__, _PASS_CONTENTS)
             found.append(Unsupported(what, where, _NO_CONSTANT, hint))
     return found
 
