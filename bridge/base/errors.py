@@ -20,7 +20,7 @@ __all__ = ["ARGUMENTS", "BY_DRAWS", "BY_NUMBERS", "CALL_BEFORE", "INTERPRETER", 
 __all__ += ["CacheNotFilled", "CompilationError", "DispatchMiss", "GuardFailure", "Unsupported", "UnsupportedModule"]
 __all__ += ["failed_together", "from_user_code", "is_final", "is_out_of_memory", "is_own_file", "is_pythons_file"]
 __all__ += ["is_refused_by_eager", "is_user_file", "line_of", "line_of_forward", "note_sample"]
-__all__ += ["TORCH_DIR", "refused_by_eager", "swallowed", "user_line"]
+__all__ += ["TORCH_DIR", "refused_by_eager", "swallowed", "user_line", "without_parts"]
 
 TORCH_DIR = os.path.join(os.path.dirname(torch.__file__), "")
 """Ends with a separator: ``torch_geometric`` lies beside it."""
@@ -52,11 +52,6 @@ class Unsupported:
     def __str__(self) -> str:
         return f"{self.op}: {self.reason}\n    at {self.where}\n    {self.hint}"
 
-    def without_parts(self) -> Unsupported:
-        """The same where no submodule can be dispatched: the hint does not advise that."""
-        without = re.sub("(, or |^)dispatch [^:]*: whole=False$|^" + DISPATCH_A_SUBMODULE, "", self.hint)
-        return replace(self, hint=without or "leave this module to PyTorch")
-
 
 class UnsupportedModule(RuntimeError):
     """A module that cannot be dispatched exactly; the module is left as it was.
@@ -83,10 +78,6 @@ class UnsupportedModule(RuntimeError):
         lines = "\n".join(f"  {op}" for op in self.ops)
         super().__init__(f"{module_name} cannot be {what}; it was left as it was.\n{lines}")
 
-    def without_parts(self) -> UnsupportedModule:
-        """The same where no submodule can be dispatched: without advice to dispatch one."""
-        return type(self)(self.module_name, [each.without_parts() for each in self.ops], self.cause)
-
     @property
     def is_of_draws(self) -> bool:
         """Whether a random draw may decide the control flow; its submodules can still be dispatched."""
@@ -96,6 +87,14 @@ class UnsupportedModule(RuntimeError):
     def is_of_numbers(self) -> bool:
         """Whether numbers in tensors decide the control flow; with dynamic counts they may not."""
         return any(BY_NUMBERS in each.reason for each in self.ops)
+
+
+def without_parts(refused: UnsupportedModule) -> UnsupportedModule:
+    """A refusal where no submodule can be dispatched → the same, whose hints do not advise that."""
+    advice = "(, or |^)dispatch [^:]*: whole=False$|^" + DISPATCH_A_SUBMODULE
+    hints = [re.sub(advice, "", each.hint) or "leave this module to PyTorch" for each in refused.ops]
+    ops = [replace(each, hint=hint) for each, hint in zip(refused.ops, hints, strict=True)]
+    return type(refused)(refused.module_name, ops, refused.cause)
 
 
 BY_NUMBERS = "depends on the numbers in a tensor"

@@ -12,7 +12,7 @@ import torch
 import tvm
 from torch import nn
 
-from bridge.base.errors import UnsupportedModule, note_sample
+from bridge.base.errors import UnsupportedModule, note_sample, without_parts
 from bridge.base.threads import interrupts_deferred
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import after_pre_hooks, dynamic_dims, normalize_sample
@@ -78,7 +78,7 @@ def add_tvm_dispatch(
                 return module
         except UnsupportedModule as refused:
             if whole is False or not any(module.children()):
-                raise refused.without_parts() from refused.__cause__
+                raise without_parts(refused) from refused.__cause__
             raise
         except Exception as error:
             _add_note(error, is_one_mapping=isinstance(sample_input, Mapping) and bool(call.args))
