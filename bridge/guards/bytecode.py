@@ -157,7 +157,7 @@ def computed(symbol: str, left: frozenset, right: frozenset) -> frozenset:
 def text_of(value: frozenset, by: Source = ("const", str)) -> frozenset:
     """The sources of a value's text; ``by``: the source of the function that makes it."""
     chosen = (each for choose in (_of_locals, without_locals) for each in choose(value))
-    return frozenset(("text", by, each) for each in chosen if each[0] in _COMPUTES)
+    return frozenset(("text", by, each) for each in chosen if each[0] in _SHOWN)
 
 
 def handlers(code: CodeType) -> Iterator[tuple[int, int]]:
@@ -179,6 +179,7 @@ def held_in(value: frozenset) -> frozenset:
 
 PLAIN_SOURCES = ("const", "global", "attr", "arg", "cell", "item", "op", "text", "var")
 _COMPUTES = ("const", "global", "attr", "arg", "cell", "op", "text", "var", "local")
+_SHOWN = (*_COMPUTES, "result")
 RESULTS = ("result", "called", "each", "held")
 PUTS = frozenset("append appendleft add insert extend update setdefault put __setitem__".split())
 

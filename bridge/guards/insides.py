@@ -113,6 +113,8 @@ class Insides(World):
             return self.look_at(value)
         if is_a(value, type) and not is_library(type(value)):
             self.special_methods(type(value))
+        for name in ("__qualname__", "__module__") if compared and is_a(value, type) else ():
+            self.attribute(value, name)
         if is_a(value, nn.Module | type | ModuleType | FunctionType):
             return
         own = self.original(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import operator
 import sys
@@ -35,8 +36,9 @@ __all__ = ["Frame", "Sources"]
 
 _MOST_PASSES = 5000
 """The limit of passes over a function's assignments; a linked list takes as many as it has nodes."""
-_TOLD = (str, int, float)
-"""Types of values whose text is ``str(value)`` in an f-string."""
+_TOLD = (str, int, float, type)
+"""Types of values whose text is ``str(value)`` in an f-string; of a class, its name and module, which are noted."""
+_NAMES = ("__name__", "__qualname__", "__module__")
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "%": operator.mod}
 
 
@@ -147,7 +149,7 @@ class Sources(Insides):
         if kind == "text":
             found, by = self._plain(frame, source[2]), self._plain(frame, source[1])
             told = [str(each) if by == [str] and type(each) in _TOLD else ANY for each in found]
-            return told or ([] if is_local(source) else [ANY])
+            return told or ([] if is_local(source) or _is_without_call(frame, source[2]) else [ANY])
         if kind == "var":
             busy, known = frame.variables.busy, (*source, "constants")
             if source[1] in busy:
@@ -227,6 +229,8 @@ class Sources(Insides):
             keys = [] if kind == "each" else self._keys(frame, source[2])
             if not keys and kind != "each" and (not frame.over or self._unheard(frame, source[2])):
                 return []  # the key is not there yet, or is a result of a function that has not returned
+            if not keys and kind != "each" and _is_without_call(frame, source[2]):
+                return []
             if not keys:
                 return [*made, *(value for owner in owners for value in self._each(frame, owner))]
             return [*made, *(value for owner in owners for key in keys for value in self.entry(owner, key))]
@@ -376,6 +380,15 @@ class Sources(Insides):
         return interesting(value)
 
 
+def _is_without_call(frame: Frame, source: Source) -> bool:
+    """Whether a source is the result of a property, or in it, where an attribute was read without a call."""
+    while source[0] == "attr":
+        source = source[1]
+    if source[0] != "result" or source[1] in frame.calls.python:
+        return False
+    return dis.opname[frame.code.co_code[source[1]]] in ("LOAD_ATTR", "LOAD_METHOD")
+
+
 @functools.cache
 def _varies(source: Source) -> bool:
     """Whether the values of a source depend on variables."""
@@ -391,7 +404,11 @@ def _peek(owner: Any, name: str) -> Any:
     held = vars(owner) if is_a(owner, ModuleType) else dict_of(owner)
     if held is not None and name in held:
         return held[name]
+    if is_a(owner, type) and name in _NAMES:
+        return getattr(owner, name)
     raw = class_entry(owner if is_a(owner, type) else type(owner), name)
+    if name == "__class__" and raw is object.__dict__["__class__"]:
+        return type(owner)
     if is_a(raw, types.MemberDescriptorType):
         try:
             return raw.__get__(owner)

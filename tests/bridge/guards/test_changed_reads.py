@@ -30,6 +30,13 @@ module's computed name: D = types.ModuleType('d'); D.v = type('KK', (), {}); H =
 slice of a list: H = [2.] | H[:1][0] | H[0] = 3.
 computed key: H = {'k1': 2.} | H[f'k{1}'] | H['k1'] = 3.
 key by str(): H = {'1': 2.} | H[str(1)] | H['1'] = 3.
+key by a class's text: class C: pass~H = {str(C): 2.} | H[str(C)] | H[str(C)] = 3.
+key by an object's class: class C: pass~O = C(); H = {str(C): 2.} | H.get(str(type(O)), 3.) | H.clear()
+key by a class's name: class C: pass~O = C(); H = {'C': 2.} | H[O.__class__.__name__] | H['C'] = 3.
+key by another name: class C: pass~H = {str(C): 2.} | H.get(str(C), 3.) | C.__qualname__ = 'D'
+key by another module: class C: pass~H = {str(C): 2.} | H.get(f'{C}', 3.) | C.__module__ = 'd'
+text of a class: class C: pass~O = C() | 2. if 'C' in str(type(O)) else 3. | C.__qualname__ = 'D'
+key by the text of a result: H = {'8': 2.} | H.get(str(int('8')), 3.) | H['8'] = 4.
 view held: D = {'k': [2.]}; H = D.values() | next(iter(H))[0] | D['k'][0] = 3.
 proxy of a class: class C: k = 2. | C.__dict__['k'] | C.k = 3.
 late in a proxy: class C: pass | 2. + ('late' in C.__dict__) | C.late = 1
@@ -268,6 +275,11 @@ other attribute, tested and passed: H = NS(k=2., other=1) | (lambda c: c.k if c 
 other attribute by a reference: T = Cfg(k=2., step=0); H = weakref.ref(T) | H().k | T.step = 1
 other slot: class S: __slots__ = ('k', 'step')~H = S(); H.k = 2.; H.step = 0 | H.k | H.step = 1
 other key: D = {'k': 2., 'j': 1} | D.get('k') | D['j'] = 2
+other key than a class's text: class C: pass~D = {str(C): 2.} | D.get(str(C)) | D['j'] = 2
+other key than an object's class: class C: pass~O = C(); D = {str(C): 2.} | D.get(str(type(O))) | D['j'] = 2
+other key than a class's name: class C: pass~O = C(); D = {'C': 2.} | D[O.__class__.__name__] | D['j'] = 2
+other key of a registry: class R(dict):~    def get(self, of): return super().get(str(of.__class__)) or 3.
+  ~class C: pass~O = C(); D = R({str(C): 2.}) | D.get(O) | D['j'] = 2
 other key, behind a proxy: D = {'k': 2.}; H = types.MappingProxyType(D) | H['k'] | D['j'] = 2
 other name of a class: class C: k = 2. | C.__dict__['k'] | C.z = 1
 other of a thread: L = threading.local(); L.k = 2. | L.k | L.z = 1
