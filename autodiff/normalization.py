@@ -2,7 +2,7 @@
 
 Folding before differentiation: bindings -> bindings with one call per normalization. The chain-rule gradient of
 ``y = (x - mean) * rstd`` reads the centred values *and* ``y``. As one function of ``x``, its gradient reads ``y`` and
-``rstd`` alone (see :mod:`autodiff.gradients.linalg`): one wide tensor less for the backward, and fewer operations.
+``rstd`` alone (see :mod:`autodiff.gradients.tensors`): one wide tensor less for the backward, and fewer operations.
 """
 
 from __future__ import annotations

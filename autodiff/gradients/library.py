@@ -29,6 +29,8 @@ from autodiff.ir import (
 )
 from autodiff.library import LEARNED
 from autodiff.library import call as library_call
+from autodiff.scan.operator import NAME, scan_of
+from autodiff.scan.reverse import partials as partials_of_scan
 
 _TO_FRONT, _TO_BACK = (0, 3, 1, 2), (0, 2, 3, 1)
 """Axis orders: channels from the last to the second place, and back."""
@@ -432,3 +434,22 @@ def overwritten(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 def with_derivative(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = 0, dlinear = g: the value of the first with the derivative of the second"""
     return [None, g]
+
+
+@library_gradient(NAME)
+def scan(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """Backpropagation through time: a scan in the opposite order"""
+    found = partials_of_scan(call, y, g, emit)
+    return [*[None] * (len(call.args) - len(found)), *found]
+
+
+@checks(NAME)
+def check_gradient(call: Call, active: Collection[Var]) -> str | None:
+    """A scan's gradient is attached when the scan is built for training; it must cover every active float tensor."""
+    scanned, tensors = scan_of(call)
+    if scanned.gradient is None:
+        return "the scan has no gradient"
+    wanted = [*scanned.gradient["wanted"], *scanned.gradient["zero"]]
+    missing = [place for place, tensor in enumerate(tensors) if tensor in active and is_float(tensor)]
+    missing = [place for place in missing if place not in wanted]
+    return f"the scan has no gradient with respect to its tensors {missing}" if missing else None

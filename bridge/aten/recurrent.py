@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from tvm import relax
 
-from autodiff.extents import Dim
 from autodiff.ir import Expr, compute_type, dtype, shape
 from bridge.aten.complex_arithmetic import COMPLEX
 from bridge.aten.complex_value import Complex

@@ -8,8 +8,9 @@ last in the results' shapes.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def _is_large_depthwise(x: Tensor, extents: Sequence[int], geometry: Sequence) -
 
 @library_function("convolution_last", aten.convolution)
 def convolution_last(x, weight, *geometry):
-    return _convolution(x, _channels_last(weight), *geometry).permute(0, 2, 3, 1)
+    return _convolution(x, _channels_last(weight), *geometry).permute(_TO_BACK)
 
 
 @into_given("convolution_last", aten.cudnn_convolution)
@@ -192,34 +193,73 @@ def upsample_backward(grad, extents, mode, output_size, align_corners, *scales):
     return operator(grad, output_size, extents, *options)
 
 
-@library_function("upsample_last")
-def upsample_last(x, *options):
-    return upsample(x, *options).permute(0, 2, 3, 1)
+_TO_BACK, _TO_FRONT = (0, 2, 3, 1), (0, 3, 1, 2)
+"""Axis orders: channels from the second place to the last, and back."""
 
 
-@library_function("upsample_last_backward")
-def upsample_last_backward(grad, extents, *options):
-    return upsample_backward(grad, extents, *options).permute(0, 2, 3, 1)
+def _with_channels_last(name: str, function: Callable[..., Any], *operators: object) -> None:
+    """Registers ``name``: the function with channels last in its results' shapes."""
+
+    @library_function(name, *operators)
+    def last(*arguments):
+        made = function(*arguments)
+        return tuple(each.permute(_TO_BACK) for each in made) if isinstance(made, tuple) else made.permute(_TO_BACK)
 
 
-@library_function("max_pool", aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
-def max_pool(x, kernel_size, stride, padding, dilation, ceil_mode):
-    pool = aten.max_pool2d_with_indices if len(kernel_size) == 2 else aten.max_pool3d_with_indices
-    return pool(x, kernel_size, stride, padding, dilation, bool(ceil_mode))
+_with_channels_last("upsample_last", upsample)
+_with_channels_last("upsample_last_backward", upsample_backward)
 
 
-@library_function("max_pool_backward", aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)
-def max_pool_backward(grad, positions, extents, kernel_size, stride, padding, dilation, ceil_mode):
-    rank = len(kernel_size)
-    pool = aten.max_pool2d_with_indices_backward if rank == 2 else aten.max_pool3d_with_indices_backward
-    x = grad.new_empty(1).expand(extents)
-    return pool(grad, x, kernel_size, stride, padding, dilation, bool(ceil_mode), positions)
+def _image(grad: Tensor, extents: Sequence[int]) -> Tensor:
+    """A channels-last tensor of which kernels read only the shape and the layout."""
+    return grad.new_empty([extents[axis] for axis in _TO_BACK]).permute(_TO_FRONT)
 
 
-@library_function("max_pool_last", aten.max_pool2d_with_indices)
-def max_pool_last(x, *geometry):
-    """``max_pool`` with channels last in the results' shapes."""
-    return tuple(each.permute(0, 2, 3, 1) for each in max_pool(x, *geometry))
+def _pools(name: str, kernels: str, options: Callable[..., tuple] | None, positions: bool, has_last: bool) -> None:
+    """Registers a pool, its VJP, and with ``has_last`` both with channels last.
+
+    Args:
+        kernels: the name of torch's operators, with ``{}`` for the number of axes.
+        options: the attributes → the operators' arguments, forward and backward; ``None``: an output size, which only
+            the forward takes.
+        positions: whether the VJP reads the places of the maxima, the second result.
+    """
+    forwards, backwards = ([getattr(aten, kernels.format(rank) + end) for rank in (2, 3)] for end in ("", "_backward"))
+
+    @library_function(name, *forwards)
+    def pool(x, *attributes):
+        return forwards[len(attributes[0]) - 2](x, *(attributes if options is None else options(*attributes)))
+
+    def vjp(grad, given, image):
+        places, (extents, *attributes) = given[:positions], given[positions:]
+        rest = () if options is None else options(*attributes)
+        return backwards[len(attributes[0]) - 2](grad, image(extents), *rest, *places)
+
+    @library_function(f"{name}_backward", *backwards)
+    def pool_backward(grad, *given):
+        return vjp(grad, given, grad.new_empty(1).expand)
+
+    if has_last:
+        _with_channels_last(f"{name}_last", pool, *forwards)
+
+        def last_vjp(grad, *given):
+            return vjp(grad, given, functools.partial(_image, grad))
+
+        _with_channels_last(f"{name}_last_backward", last_vjp, *backwards)
+
+
+def _of_window(kernel_size, stride, padding, dilation, ceil_mode):
+    return kernel_size, stride, padding, dilation, bool(ceil_mode)
+
+
+def _of_average(kernel_size, stride, padding, ceil_mode, include_pad, divisor):
+    return kernel_size, stride, padding, bool(ceil_mode), bool(include_pad), divisor or None
+
+
+_pools("max_pool", "max_pool{}d_with_indices", _of_window, positions=True, has_last=True)
+_pools("adaptive_max_pool", "adaptive_max_pool{}d", None, positions=True, has_last=False)
+_pools("avg_pool", "avg_pool{}d", _of_average, positions=False, has_last=True)
+_pools("adaptive_avg_pool", "_adaptive_avg_pool{}d", None, positions=False, has_last=True)
 
 
 @into_given("max_pool_last", aten.max_pool2d_with_indices)
@@ -233,75 +273,3 @@ def max_pool_last_into(outs, x, kernel_size, stride, padding, dilation, ceil_mod
     given = x, kernel_size, stride, padding, dilation, bool(ceil_mode)
     aten.max_pool2d_with_indices.out(*given, out=y, indices=positions)
     return True
-
-
-def _image(grad, extents):
-    """A channels-last tensor of which kernels read only the shape and the layout."""
-    batch, channels, height, width = extents
-    return grad.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)
-
-
-@library_function("max_pool_last_backward", aten.max_pool2d_with_indices_backward)
-def max_pool_last_backward(grad, positions, extents, kernel_size, stride, padding, dilation, ceil_mode):
-    """VJP with respect to ``x``, of shape ``extents``; channels last."""
-    given = (grad, _image(grad, extents), kernel_size, stride, padding, dilation, bool(ceil_mode), positions)
-    return aten.max_pool2d_with_indices_backward(*given).permute(0, 2, 3, 1)
-
-
-@library_function("adaptive_max_pool", aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
-def adaptive_max_pool(x, output_size):
-    return (aten.adaptive_max_pool2d if len(output_size) == 2 else aten.adaptive_max_pool3d)(x, output_size)
-
-
-@library_function("adaptive_max_pool_backward", aten.adaptive_max_pool2d_backward, aten.adaptive_max_pool3d_backward)
-def adaptive_max_pool_backward(grad, positions, extents, output_size):
-    rank = len(output_size)
-    pool = aten.adaptive_max_pool2d_backward if rank == 2 else aten.adaptive_max_pool3d_backward
-    return pool(grad, grad.new_empty(1).expand(extents), positions)
-
-
-@library_function("avg_pool", aten.avg_pool2d, aten.avg_pool3d)
-def avg_pool(x, kernel_size, stride, padding, ceil_mode, include_pad, divisor):
-    pool = aten.avg_pool2d if len(kernel_size) == 2 else aten.avg_pool3d
-    return pool(x, kernel_size, stride, padding, bool(ceil_mode), bool(include_pad), divisor or None)
-
-
-@library_function("avg_pool_backward", aten.avg_pool2d_backward, aten.avg_pool3d_backward)
-def avg_pool_backward(grad, extents, kernel_size, stride, padding, ceil_mode, include_pad, divisor):
-    pool = aten.avg_pool2d_backward if len(kernel_size) == 2 else aten.avg_pool3d_backward
-    x = grad.new_empty(1).expand(extents)
-    return pool(grad, x, kernel_size, stride, padding, bool(ceil_mode), bool(include_pad), divisor or None)
-
-
-@library_function("adaptive_avg_pool", aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d)
-def adaptive_avg_pool(x, output_size):
-    return (aten._adaptive_avg_pool2d if len(output_size) == 2 else aten._adaptive_avg_pool3d)(x, output_size)
-
-
-@library_function("adaptive_avg_pool_backward", aten._adaptive_avg_pool2d_backward, aten._adaptive_avg_pool3d_backward)
-def adaptive_avg_pool_backward(grad, extents, output_size):
-    rank = len(output_size)
-    pool = aten._adaptive_avg_pool2d_backward if rank == 2 else aten._adaptive_avg_pool3d_backward
-    return pool(grad, grad.new_empty(1).expand(extents))
-
-
-@library_function("avg_pool_last", aten.avg_pool2d)
-def avg_pool_last(x, *geometry):
-    return avg_pool(x, *geometry).permute(0, 2, 3, 1)
-
-
-@library_function("avg_pool_last_backward", aten.avg_pool2d_backward)
-def avg_pool_last_backward(grad, extents, kernel_size, stride, padding, ceil_mode, include_pad, divisor):
-    """VJP with respect to ``x``, of shape ``extents``; channels last."""
-    given = (grad, _image(grad, extents), kernel_size, stride, padding, bool(ceil_mode), bool(include_pad))
-    return aten.avg_pool2d_backward(*given, divisor or None).permute(0, 2, 3, 1)
-
-
-@library_function("adaptive_avg_pool_last", aten._adaptive_avg_pool2d)
-def adaptive_avg_pool_last(x, output_size):
-    return adaptive_avg_pool(x, output_size).permute(0, 2, 3, 1)
-
-
-@library_function("adaptive_avg_pool_last_backward", aten._adaptive_avg_pool2d_backward)
-def adaptive_avg_pool_last_backward(grad, extents, output_size):
-    return aten._adaptive_avg_pool2d_backward(grad, _image(grad, extents)).permute(0, 2, 3, 1)

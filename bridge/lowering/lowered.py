@@ -29,7 +29,7 @@ from bridge.base.torch_cuda import products_are_tf32
 from bridge.base.torch_internals import implements_composite
 from bridge.capture import PART_OF, Captured
 from bridge.compile import KeptFunction
-from bridge.lowering.stage import Diff, Origin, Stage, diff, origins, stage_named
+from bridge.lowering.stage import Diff, Origin, Stage, Staged, diff, origins, stage_after
 from bridge.lowering.text import script
 from bridge.reference import needed_nodes
 from partition import Partitioned, Plan, rebuild_backward
@@ -62,7 +62,7 @@ class Sample:
 
 
 @dataclass(repr=False)
-class LoweredCall:
+class LoweredCall(Staged):
     """A module's call, lowered: every stage, the forward and, when something requires grad, the backward.
 
     Attributes:
@@ -150,12 +150,6 @@ class LoweredCall:
             return KeptFunction(key_of(self.content, "backward"), lambda: self.backward_for(outputs))
         return self.backward_for(outputs)
 
-    def __getitem__(self, name: str) -> Stage:
-        return stage_named(self.stages, name)
-
-    def __iter__(self) -> Iterator[Stage]:
-        return iter(self.stages)
-
     def __str__(self) -> str:
         head = f"{self.captured.module_name}: {len(self.stages)} stages, {1e3 * self.seconds:.0f} ms"
         rows = [
@@ -178,19 +172,15 @@ class LoweredCall:
             UnsupportedModule: an operator on the path to a wanted gradient has no gradient.
         """
         last = self.stages[-1]
-        function = last.function
-        watch, edits = Stopwatch(), body.edits
         try:
-            transform(body, *args)
-            result = function if body.edits == edits else body.function()
+            stage = stage_after(last, name, made_by, body, transform, *args)
         except UndifferentiableOp as error:
             problems = [self._no_gradient(each) for each in (error, *error.others)]
             raise UnsupportedModule(self.captured.module_name, problems, cause=error) from None
         except Exception as error:
-            raise CompilationError(name, script(function), error) from error
-        if result is function and if_changed:
-            return
-        self.add(Stage(name, made_by, result, watch.seconds, last.size))
+            raise CompilationError(name, script(last.function), error) from error
+        if stage.function is not last.function or not if_changed:
+            self.add(stage)
 
     def add(self, stage: Stage) -> None:
         """Appends a stage, and logs it."""
@@ -305,7 +295,7 @@ _EVAL = "call module.eval() before it is frozen"
 
 
 @dataclass(frozen=True)
-class FrozenCall:
+class FrozenCall(Staged):
     """A forward with its module's tensors frozen.
 
     Attributes:
@@ -331,12 +321,6 @@ class FrozenCall:
         """Indices of constants that are computed factors of products."""
         return self.split.weights
 
-    def __getitem__(self, name: str) -> Stage:
-        return stage_named(self.stages, name)
-
-    def __iter__(self) -> Iterator[Stage]:
-        return iter(self.stages)
-
     def __str__(self) -> str:
         return "\n".join(stage.provenance for stage in self.stages)
 
@@ -356,12 +340,8 @@ def freeze_call(lowered: LoweredCall) -> FrozenCall:
     split = None
     try:
         for apply in _passes(lowered):
-            watch, edits = Stopwatch(), body.edits
-            apply(body, frozen)
-            function = last.function if body.edits == edits else body.function()
-            seconds = watch.seconds
-            made_by = f"autodiff.inference.{apply.__name__}"
-            last = Stage(apply.__name__.replace("_", " "), made_by, function, seconds, last.size)
+            name = apply.__name__
+            last = stage_after(last, name.replace("_", " "), f"autodiff.inference.{name}", body, apply, frozen)
             stages.append(last)
             raise_deferred()
         watch = Stopwatch()

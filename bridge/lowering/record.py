@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -243,30 +243,7 @@ class _LateImported(Imported):
     def __getattr__(self, name: str) -> Any:
         if name != "function":
             raise AttributeError(name)
-        return self.__dict__["_functions"].imported
-
-
-class _Functions:
-    """The Relax functions of a record, parsed on first access."""
-
-    def __init__(self, text: bytes, names: Sequence[str], has_backward: bool):
-        self._text, self._names, self._has_backward = text, names, has_backward
-
-    @cached_property
-    def _all(self) -> list[Function]:
-        return functions_of(zlib.decompress(self._text).decode())
-
-    @property
-    def imported(self) -> Function:
-        return self._all[0]
-
-    @cached_property
-    def by_stage(self) -> dict[str, Function]:
-        return dict(zip(self._names, self._all[1:], strict=False))
-
-    @property
-    def expected_backward(self) -> Function | None:
-        return self._all[-1] if self._has_backward else None
+        return self.__dict__["_functions"]()[0]
 
 
 class KeptLowering(LoweredCall):
@@ -300,8 +277,9 @@ class KeptLowering(LoweredCall):
         if not call["mutated"]:
             self.captured.__dict__["mutated"] = ()
         self._stages = call["stages"]
-        names = [name for name, *_ in self._stages[1:]]
-        self._functions = _Functions(parts["functions"], names, call["plan"] is not None)
+        #: () → the imported function, those of the further stages, and the expected backward, if there is one.
+        text = parts["functions"]
+        self._functions = cache(lambda: functions_of(zlib.decompress(text).decode()))
         self.imported = _without_init(_LateImported, **call["imported"], _functions=self._functions)
         self.wanted, self.differentiable = call["wanted"], call["differentiable"]
         self._plan, self.content, self.sample, self.seconds = call["plan"], call["content"], None, 0.0
@@ -316,7 +294,7 @@ class KeptLowering(LoweredCall):
     @cached_property
     def stages(self) -> list[Stage]:
         """The stages of the process that lowered the call; in this process they took no time."""
-        functions = self._functions.by_stage
+        functions = dict(zip([name for name, *_ in self._stages[1:]], self._functions()[1:], strict=False))
         runner = partial(run_graph, self.captured, self.imported)
         return [
             Stage(name, made_by, self.captured.graph, 0.0, before, runner)
@@ -329,8 +307,7 @@ class KeptLowering(LoweredCall):
     def partitioned(self) -> Partitioned | None:
         if self._plan is None:
             return None
-        functions = self._functions.by_stage
-        return Partitioned(self._plan, functions["split forward"], functions["split backward"])
+        return Partitioned(self._plan, self["split forward"].function, self["split backward"].function)
 
     @property
     def plan(self) -> Plan | None:
@@ -338,7 +315,7 @@ class KeptLowering(LoweredCall):
 
     @cached_property
     def expected_backward(self) -> Function | None:
-        return self._functions.expected_backward
+        return None if self._plan is None else self._functions()[-1]
 
 
 def _without_init(kind: type, **given: Any) -> Any:

@@ -15,20 +15,22 @@ import difflib
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
+from autodiff import Body
 from autodiff.ir import Function, bindings, used_vars
 from bridge.aten import Imported
+from bridge.base.log import Stopwatch
 from bridge.base.modes import autocast_to
 from bridge.capture import Captured, where_is
 from bridge.lowering.text import Foldable, binding_line, script, short_op
 from bridge.reference import interpret
 
-__all__ = ["Diff", "Origin", "Stage", "diff", "module_path", "origins", "stage_named"]
+__all__ = ["Diff", "Origin", "Stage", "Staged", "diff", "module_path", "origins", "stage_after"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +97,29 @@ class Stage(Foldable):
         return self.script()
 
 
-def stage_named(stages: Sequence[Stage], name: str) -> Stage:
-    """The stage with a name; ``KeyError``, which lists all names, if there is none."""
-    for stage in stages:
-        if stage.name == name:
-            return stage
-    raise KeyError(f"no stage {name!r}; there are {', '.join(stage.name for stage in stages)}")
+def stage_after(
+    last: Stage, name: str, made_by: str, body: Body, transform: Callable[..., object], *args: object
+) -> Stage:
+    """The stage of a pass on ``body``, which holds the function of the ``last`` stage; unchanged: the same function."""
+    function, watch, edits = last.function, Stopwatch(), body.edits
+    transform(body, *args)
+    result = function if body.edits == edits else body.function()
+    return Stage(name, made_by, result, watch.seconds, last.size)
+
+
+class Staged:
+    """A lowering with stages in order, which are indexed by name (``KeyError`` lists all names)."""
+
+    stages: Sequence[Stage]
+
+    def __getitem__(self, name: str) -> Stage:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(f"no stage {name!r}; there are {', '.join(stage.name for stage in self.stages)}")
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
 
 
 #: Changed lines that ``str`` shows; ``.lines`` has them all.

@@ -41,7 +41,7 @@ from bridge.capture import (
     packed_layers,
 )
 from bridge.library import FUNCTIONS
-from bridge.reference.custom_functions import OwnCall, own_calls, own_gradient, with_own_gradient
+from bridge.reference.custom_functions import OwnCall, own_calls, with_own_gradient
 from bridge.reference.relax import InterpretedRun
 
 __all__ = ["Drawn", "MarkedLoop", "interpret_graph", "marked_loops", "needed_nodes", "outputs_at", "run_graph"]
@@ -162,7 +162,7 @@ def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[to
     ``primals``: module tensors, arguments, random draws, dropout masks, as for the Relax stages; the graph's draws are
     taken from them.
     """
-    env = _run(captured, imported, primals, captured.graph.nodes)
+    env = _run(captured, imported, primals, captured.graph.nodes, own_calls(captured.graph.nodes))
     _overwrite(captured, env, {index: as_parts(env[captured.mutated[at][1]]) for at, index in captured.left.items()})
     nodes = [node for node, position in _results(captured, imported) if position is not None]
     nodes += [node for _, node in captured.mutated]
@@ -306,8 +306,6 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return args[0].clone()
     if node.target is WITH_GRADIENT:
         return with_own_gradient(*args)
-    if node.target is CUSTOM_GRADIENT:
-        return own_gradient(node, env, lambda each, values: _call(captured, each, values, drawn))
     if node.target is aten._embedding_bag_forward_only.default:  # traced without a backward, as attention is
         return aten._embedding_bag.default(*args, **kwargs)
     if node.target in _ATTENTION:

@@ -1,6 +1,6 @@
 """Custom autograd Functions in an interpreted graph: autograd runs the backward that the graph holds.
 
-For gradients that are differentiated again, each Function becomes an ``autograd.Function`` of its two parts. Its
+Each Function becomes an ``autograd.Function`` of its two parts, so that its gradients can be differentiated again. Its
 forward runs without autograd, as in eager; its backward runs on eager's inputs: the Function's arguments and outputs,
 which autograd follows, and intermediate values of forward, which are constants. So torch differentiates the operators
 of the user's own backward.
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from bridge.base.torch_internals import aten
 from bridge.capture import CUSTOM_GRADIENT, ONCE, OWN, STOP_GRADIENT, TANGENT, UNKNOWN, WITH_GRADIENT
 
-__all__ = ["OwnCall", "is_linear", "own_calls", "own_gradient", "with_own_gradient"]
+__all__ = ["OwnCall", "is_linear", "own_calls", "with_own_gradient"]
 
 
 def _overloads(*names: str) -> frozenset:
@@ -104,19 +104,6 @@ Evaluate = Callable[[fx.Node, Mapping[fx.Node, Any]], Any]
 """(a node, the values of its inputs) → its value."""
 
 
-class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, gradients: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], count: int, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.gradients, ctx.others = gradients, len(tensors) - count
-        return tuple(torch.zeros_like(each) for each in tensors[count:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.gradients(grads), *[None] * ctx.others
-
-
 class _With(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -125,25 +112,6 @@ class _With(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, grad
-
-
-def own_gradient(node: fx.Node, env: Mapping[fx.Node, Any], evaluate: Evaluate) -> tuple[torch.Tensor, ...]:
-    """The value of a ``custom_gradient`` node; its backward recomputes the tangents' dependents from the gradients."""
-    inputs, gradients, tangents = node.args
-    known = {each: value.detach() if isinstance(value, torch.Tensor) else value for each, value in env.items()}
-
-    def backward(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        values = {**known, **dict(zip(tangents, grads, strict=True))}
-        again = set(tangents)
-        for each in node.graph.nodes:
-            if each is node:
-                break
-            if each not in again and any(read in again for read in each.all_input_nodes):
-                again.add(each)
-                values[each] = evaluate(each, values)
-        return [values[each] for each in gradients]
-
-    return _Own.apply(backward, len(inputs), *(env[each] for each in (*inputs, *tangents)))
 
 
 def with_own_gradient(output: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
