@@ -19,8 +19,6 @@ from autodiff.body import Binding, Body, BodyScope, Scope, const, on_functions, 
 from autodiff.extents import same
 from autodiff.ir import Call, Expr, TupleGetItem, dtype, itemsize, library_name, shape
 
-__all__ = ["MOST_BYTES", "attended", "spell_attention"]
-
 
 def attended(q: Expr, k: Expr, v: Expr, mask: Expr | None, scope: Scope, *, scale: float, causal: bool = False) -> Expr:
     """Attention by torch's definition (A. Vaswani et al., "Attention Is All You Need", 2017, 3.2.1): q, k, v -> result.

@@ -36,9 +36,6 @@ from autodiff.library import number
 from autodiff.ops import having
 from autodiff.typed import normalizer
 
-__all__ = ["Binding", "Body", "BodyScope", "NameSupply", "Rule", "Scope", "const", "names", "on_functions", "ratio"]
-__all__ += ["rewrite", "size", "splat", "walk", "without"]
-
 #: Operators that :func:`autodiff.body.splat` looks through: a rule may depend on their operands.
 _LOOKED_THROUGH = having("view", "plain") | {"relax.full", "relax.full_like"}
 

@@ -15,8 +15,6 @@ from autodiff.redundancy import common_subexpression_elimination, dead_code_elim
 from autodiff.reverse import undefined_gradients
 from autodiff.zapp import deduplicate_views, one_zapp, zapp_like, zero_zapp
 
-__all__ = ["PASSES", "clean", "clean_joint", "project_tuples", "until_settled"]
-
 
 @on_functions
 def project_tuples(body: Body, since: int = 0) -> None:

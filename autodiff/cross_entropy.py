@@ -16,8 +16,6 @@ from autodiff.extents import Dim, from_tir, same, same_shape
 from autodiff.ir import Call, Expr, compute_type, dtype, itemsize, op_name, shape
 from autodiff.normalization import cast
 
-__all__ = ["pick_rows"]
-
 
 @on_functions
 def pick_rows(body: Body) -> None:

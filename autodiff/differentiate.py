@@ -50,9 +50,6 @@ from autodiff.redundancy import live_bindings, unique_names
 from autodiff.reverse import accumulate
 from autodiff.zapp import deduplicate_views
 
-__all__ = ["backward_bindings", "differentiate", "drop_gradients", "has_float", "put_gradients", "seed_vjp"]
-__all__ += ["without_grad_outs"]
-
 
 @on_functions
 def seed_vjp(body: Body, outputs: Sequence[int]) -> None:

@@ -9,8 +9,6 @@ from tvm.relax import op
 from autodiff.body import Body, NameSupply, Scope, const, on_functions, rewrite
 from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
 
-__all__ = ["keep_scale", "mask_dropout", "project"]
-
 
 @on_functions
 def mask_dropout(body: Body) -> None:

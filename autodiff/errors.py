@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NoGradient", "UndifferentiableOp", "UnknownShape"]
-
 
 class NoGradient(Exception):
     """A gradient that was asked for cannot be computed exactly."""

@@ -42,9 +42,6 @@ from autodiff.ir import (
 from autodiff.ops import POINTWISE, having
 from autodiff.zapp import reshaped
 
-__all__ = ["sink_channel_permutes", "sink_head_permutes"]
-
-
 _WINDOWS = ("adaptive_avg_pool", "avg_pool", "max_pool", "upsample")
 _SOURCES = {"library.convolution_last", "library.convolution_last_backward_input"}
 _SOURCES |= {f"library.{name}_last{end}" for name in _WINDOWS for end in ("", "_backward")}

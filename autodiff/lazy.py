@@ -9,9 +9,6 @@ from __future__ import annotations
 import functools
 from typing import Any, TypeVar
 
-__all__ = ["cached_property"]
-
-
 Value = TypeVar("Value")
 
 

@@ -135,8 +135,6 @@ from tvm import relax
 from autodiff.extents import Dim, Extent
 from autodiff.ir import LIBRARY_PREFIX, Call, Constant, Expr, TensorType, TupleType
 
-__all__ = ["GENERATOR_STATE", "LEARNED", "call", "number"]
-
 GENERATOR_STATE = (2,), "uint64"
 """Shape and type of a GPU's generator's state: seed and offset, given on the host. Nothing else is of this type."""
 

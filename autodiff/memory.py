@@ -16,8 +16,6 @@ from autodiff.ir import DataflowVar, Expr, TupleGetItem, Var, is_float, library_
 from autodiff.library import call as library_call
 from autodiff.ops import having
 
-__all__ = ["OVERWRITTEN", "read_memory", "with_own_results"]
-
 Pairs = list[tuple[Var, Expr]]
 OVERWRITTEN = "library.overwritten"
 _SHOWS_PART = having("view") | having("slice")

@@ -18,8 +18,6 @@ from autodiff.ir import Call, Constant, Expr, Var, axes_of, compute_type, dtype,
 from autodiff.library import call as library_call
 from autodiff.redundancy import live_bindings
 
-__all__ = ["SPELLINGS", "cast", "fold_normalizations", "layer_norm", "spell_out"]
-
 
 def cast(value: Expr, element_type: str, scope: Scope, name: str) -> Expr:
     """``value`` cast to ``element_type``; unchanged if it has that type already."""

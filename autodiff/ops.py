@@ -32,8 +32,6 @@ saves its results.
 
 from __future__ import annotations
 
-__all__ = ["POINTWISE", "RESHAPES", "having", "traits"]
-
 #: Words on the left, operators (without ``relax.``, or with ``library.``) on the right; an operator stands in one line.
 _TABLE = (
     ("random", "nn.dropout"),

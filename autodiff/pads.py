@@ -16,8 +16,6 @@ from autodiff.body import Binding, Body, Scope, on_functions, walk
 from autodiff.extents import Dim, Extent, at_most, same, same_shape
 from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
 
-__all__ = ["join_pads", "zero_padding"]
-
 _Part = tuple[Dim, Dim, Expr]
 
 

@@ -47,8 +47,6 @@ from autodiff.ir import (
 from autodiff.library import call
 from autodiff.typed import normalizer
 
-__all__ = ["concatenated", "fuse_bias_epilogues", "join_products", "share_sums", "simplify_transposes"]
-
 
 @on_functions
 def join_products(body: Body) -> None:

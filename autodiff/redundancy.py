@@ -25,9 +25,6 @@ from autodiff.ir import (
 )
 from autodiff.library import call as library_call
 
-__all__ = ["collectives_in_order", "common_subexpression_elimination", "dead_code_elimination", "live_bindings"]
-__all__ += ["unique_names"]
-
 
 @on_functions
 def unique_names(body: Body) -> None:

@@ -34,8 +34,6 @@ from autodiff.ir import (
 from autodiff.library import call as library_call
 from autodiff.typed import TypedBuilder
 
-__all__ = ["accumulate", "undefined_gradients"]
-
 Bindings = list[tuple[Var, Expr]]
 
 

@@ -43,8 +43,6 @@ from autodiff.redundancy import unique_names
 from autodiff.row_region import RowRegion
 from autodiff.scan.operator import Scan, body_text, scan_call
 
-__all__ = ["LEAST_ROWS", "LEAST_SAVED", "reduce_in_blocks"]
-
 LEAST_ROWS = 1024
 """Least rows of a block. A block reads and writes the sum of the weight's gradients, some 12 bytes per element, and
 does 6 operations per element and row: 500 operations a byte from 1,024 rows on, below a tenth of the time."""

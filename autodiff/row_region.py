@@ -31,8 +31,6 @@ from autodiff.ir import (
 )
 from autodiff.ops import POINTWISE, RESHAPES
 
-__all__ = ["Outside", "RowRegion"]
-
 _STOP, _SLICE = "relax.grad.no_grad", "relax.strided_slice"
 _ALONG = {"relax.sum": op.sum, "relax.max": op.max, "relax.min": op.min, "relax.mean": op.mean}
 _ROWWISE = {"relax.nn.log_softmax": op.nn.log_softmax, "relax.nn.softmax": op.nn.softmax}

@@ -36,8 +36,6 @@ from autodiff.ir import (
 )
 from autodiff.ops import having
 
-__all__ = ["SHAPES", "TypedBuilder", "normalizer", "reads_extents", "slices"]
-
 Shape = tuple[Dim, ...]
 
 SHAPES: dict[str, Callable[[Call], Sequence]] = {}

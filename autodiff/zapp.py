@@ -23,8 +23,6 @@ from autodiff.library import call as library_call
 from autodiff.ops import having
 from autodiff.pads import zero_padding
 
-__all__ = ["LIKE", "deduplicate_views", "one_zapp", "reshaped", "zapp_like", "zero_zapp"]
-
 
 @on_functions
 def zapp_like(body: Body, since: int = 0) -> None:

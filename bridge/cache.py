@@ -38,8 +38,6 @@ from bridge.artifact import (
 )
 from bridge.compile import host_features
 
-__all__ = ["main", "pack", "unpack"]
-
 _PACK = "pack"
 _OF_ALL = ("trial", "cuda")
 """Kinds of artifacts without a lowering: packed in full, since they are small or keyed by source alone."""

@@ -34,9 +34,6 @@ from bridge.base.session import SESSION
 from bridge.base.threads import held, renewed_in_children
 from bridge.base.torch_internals import pytree
 
-__all__ = ["KERNELS", "KIND", "TRIALS", "Decision", "Pace", "Question", "RunTimer", "Spans", "Step"]
-__all__ += ["Trials", "as_quick", "chosen", "losses_of", "ratios", "seconds_of", "shortest"]
-
 _LOG = channel("compile")
 
 Step = Callable[[], object]

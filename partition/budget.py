@@ -38,8 +38,6 @@ from partition.cost import flops, product, recompute_cost
 from partition.graph import Choice, JointGraph
 from partition.plan import captured_set
 
-__all__ = ["Cut", "fewest_bytes", "fit", "minimum_cut"]
-
 _SOURCE, _SINK = "source", "sink"
 
 Vertex = TypeVar("Node")

@@ -11,8 +11,6 @@ from partition.cost import is_item, is_slice, is_view, save_cost
 from partition.graph import Choice, JointGraph
 from partition.plan import captured_set
 
-__all__ = ["RecomputeAll", "SaveAll", "coloring", "reader"]
-
 
 class SaveAll:
     """Saves every forward value that the gradient reads. Only views and widened masks are computed twice."""

@@ -27,10 +27,6 @@ from partition.ops import (
     VIEWS,
 )
 
-__all__ = ["ARITHMETIC", "HOLD", "MOVE", "TRANSCENDENTAL_ARITHMETIC", "Cost", "flops", "is_creation", "is_item"]
-__all__ += ["is_slice", "is_view", "is_widened", "moved_bytes", "must_save_reason", "product", "read_by_kernel"]
-__all__ += ["recompute_cost", "save_cost", "view_base"]
-
 #: A byte that lives until the backward. Partitions exist to save memory: a held byte outweighs 32 times its traffic, so
 #: only chains of some dozens of point-wise operations for one saved tensor tip the balance.
 HOLD = 64

@@ -34,9 +34,6 @@ from partition.heuristics import (
 from partition.min_cut import MinCut
 from partition.plan import CapturedSet, Plan, captured_set, fingerprints, make_plan
 
-__all__ = ["STRATEGIES", "Partitioned", "backward_order", "partition", "peak_bytes", "rebuild_backward", "resolve"]
-__all__ += ["split"]
-
 
 def backward_order(graph: JointGraph, body: Collection[str]) -> list[str]:
     """The bindings ``body`` (names) in the order in which the backward computes them."""

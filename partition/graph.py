@@ -57,9 +57,6 @@ from autodiff.zapp import LIKE
 from partition.ops import RANDOM
 from partition.read_again import results_of
 
-__all__ = ["PERMUTATION", "Choice", "JointGraph", "Node", "Strategy", "ancestors", "build_graph", "keeps_rows"]
-__all__ += ["normalize", "permute_once"]
-
 
 def normalize(body: Body, outputs: Iterable[Expr]) -> None:
     """Applies both rewrites in place, except to the bindings that ``outputs`` depend on."""

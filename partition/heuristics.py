@@ -35,15 +35,6 @@ from partition.graph import PERMUTATION, Choice, JointGraph, keeps_rows
 from partition.ops import CHEAP, ROW, VIEWS
 from partition.plan import captured_set
 
-__all__ = [
-    "bound_recompute_depth",
-    "save_concatenations",
-    "save_in_readers_layout",
-    "save_rows_sources",
-    "save_weight_casts",
-]
-
-
 _OF_MATRICES = ("relax.matmul", "library.matmul_bias")
 
 

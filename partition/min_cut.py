@@ -16,8 +16,6 @@ from partition.cost import must_save_reason, product, recompute_cost, save_cost
 from partition.graph import Choice, JointGraph, Node, build_graph
 from partition.plan import Plan, captured_set, make_plan
 
-__all__ = ["BUDGETS", "Costs", "MinCut", "Point", "candidate_costs", "curve"]
-
 Policy = Callable[[Node], str | None]
 
 

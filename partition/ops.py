@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from autodiff.ops import having
 
-__all__ = ["CHEAP", "CHEAP_LIBRARY", "CREATION", "PRODUCTS", "RANDOM", "REDUCTIONS", "ROW", "SLICES"]
-__all__ += ["TRANSCENDENTAL", "TRIVIAL", "VIEWS"]
-
 #: Expressions that only name something: an alias, a tuple, a constant.
 TRIVIAL = frozenset({"Var", "DataflowVar", "Tuple", "TupleGetItem", "Constant", "GenericConst", "ShapeExpr"})
 

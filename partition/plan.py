@@ -17,8 +17,6 @@ from autodiff.ir import Expr, Var, itemsize, substitute, used_vars
 from partition.cost import Cost, flops, is_view, moved_bytes
 from partition.graph import Choice, JointGraph
 
-__all__ = ["CapturedSet", "Plan", "Saved", "bytes_text", "captured_set", "fingerprints", "make_plan"]
-
 
 @dataclass(frozen=True)
 class CapturedSet:

@@ -14,8 +14,6 @@ from typing import Any
 
 from partition.ops import SLICES, VIEWS
 
-__all__ = ["results_of"]
-
 
 def results_of(
     nodes: Mapping[str, Any],

@@ -39,8 +39,6 @@ from autodiff.scan import (
 from partition.cut import partition
 from partition.graph import Strategy
 
-__all__ = ["differentiable_scans"]
-
 _STOP = "relax.grad.no_grad"
 
 

@@ -34,9 +34,6 @@ from autodiff.extents.polynomial import (
     to_tir,
 )
 
-__all__ = ["Dim", "Extent", "ExtentScope", "ScopeState", "from_tir", "is_symbol", "maximum", "minimum", "sample_of"]
-__all__ += ["scope_of_state", "state_of_scope", "symbols_alive"]
-
 
 class ExtentScope:
     """The symbols of one lowering, and the guards on them.

@@ -17,9 +17,6 @@ from tvm.tirx import IntImm
 
 from autodiff.lazy import cached_property
 
-__all__ = ["Atom", "Composite", "Monomial", "Range", "SizeGuard", "Symbol", "Terms", "add", "constant", "divide"]
-__all__ += ["multiply", "normal", "range_of", "symbols_of", "text", "to_tir"]
-
 
 @dataclass(frozen=True)
 class Symbol:

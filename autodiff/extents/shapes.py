@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from autodiff.extents.extent import Dim, Extent, sample_of
 from autodiff.extents.polynomial import Terms, divide
 
-__all__ = ["Slice", "at_most", "below", "broadcast", "content", "divides", "same", "same_shape", "slice_of"]
-
 
 def same(a: Dim, b: Dim) -> bool:
     """Whether two dims are equal for all sizes."""

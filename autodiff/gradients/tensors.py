@@ -38,8 +38,6 @@ from autodiff.ir import (
 )
 from autodiff.typed import slices
 
-__all__: list[str] = []
-
 
 @gradient("relax.reshape", "relax.squeeze", "relax.expand_dims", "relax.flatten", "relax.nn.batch_flatten")
 def same_elements(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:

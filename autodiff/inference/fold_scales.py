@@ -21,8 +21,6 @@ from autodiff.inference.split_static import hoist_static
 from autodiff.ir import Call, Expr, TensorType, Tuple, Var, dtype, library_name, numel, op_name, shape
 from autodiff.products import concatenated
 
-__all__ = ["fold_scales", "merge_products"]
-
 _TYPES = ("float32", "float64")
 _MAPS = {"relax.add": op.add, "relax.subtract": op.subtract, "relax.multiply": op.multiply, "relax.divide": op.divide}
 _SHIFTS = ("relax.add", "relax.subtract")

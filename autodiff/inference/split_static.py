@@ -22,8 +22,6 @@ from autodiff.ops import having, traits
 from autodiff.redundancy import live_bindings
 from autodiff.typed import reads_extents
 
-__all__ = ["Frozen", "hoist_static", "split_static", "static_bindings"]
-
 
 def static_bindings(body: Body, frozen: int) -> set[Binding]:
     """The first ``frozen`` parameters, and the bindings that read nothing but static ones (or nothing at all).

@@ -44,8 +44,6 @@ from autodiff.ir import (
 from autodiff.ops import RESHAPES, having
 from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
 
-__all__ = ["batched", "batches", "hoist", "is_product", "turned_inside"]
-
 Emit = Callable[[Expr, str], Var]
 """Binds a value under a name."""
 

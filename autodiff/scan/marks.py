@@ -30,8 +30,6 @@ from autodiff.ir import (
 )
 from autodiff.scan.operator import Scan, body_text, scan_call
 
-__all__ = ["from_marks"]
-
 _GIVEN, _MADE = ("library.loop_first", "library.loop_part"), ("library.loop_last", "library.loop_steps")
 
 

@@ -48,8 +48,6 @@ from autodiff.ir import (
     with_outputs,
 )
 
-__all__ = ["NAME", "Scan", "body_text", "is_scan", "parsed", "read", "scan_call", "scan_of", "stacked", "unroll"]
-
 NAME = "library.scan"
 """The library function's name."""
 

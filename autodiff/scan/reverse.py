@@ -47,8 +47,6 @@ from autodiff.ir import (
 from autodiff.scan.hoist import hoist
 from autodiff.scan.operator import Scan, body_text, parsed, scan_call, scan_of
 
-__all__ = ["BackwardParameter", "BackwardStep", "backward_of", "gradient_of", "partials", "reverse_scan"]
-
 
 class BackwardParameter(NamedTuple):
     """The origin of a parameter of the body's backward: ``kind`` and its number.

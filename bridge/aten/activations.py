@@ -24,9 +24,6 @@ from bridge.base.modes import autocast_to
 from bridge.base.quirks import quirk
 from bridge.base.torch_internals import aten
 
-__all__ = ["clamp_at_bound", "fmax_prefers_first", "scaled", "softshrink_rounds_its_bound", "times", "where"]
-__all__ += ["with_derivative", "with_slope"]
-
 op = relax.op
 
 

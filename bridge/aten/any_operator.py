@@ -31,8 +31,6 @@ from bridge.base.torch_internals import OpOverload, aten, pytree, schema, storag
 from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture import SHAPES, WHOLE, TensorMetadata
 
-__all__ = ["check_functional", "computed_from", "describe", "whole"]
-
 _TAGS = {
     torch.Tag.nondeterministic_seeded: "a random draw whose distribution no graph holds",
     torch.Tag.dynamic_output_shape: "the shape of a result depends on numbers",

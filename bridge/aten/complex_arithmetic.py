@@ -26,9 +26,6 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT
 
-__all__ = ["COMPLEX", "SEES_COMPLEX", "convert_complex", "is_complex", "multiplied"]
-
-
 op = relax.op
 
 COMPLEX: dict[Any, Callable[..., Any]] = {}

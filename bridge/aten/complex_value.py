@@ -17,9 +17,6 @@ from autodiff.ir import Expr, shape
 from bridge.aten.registry import UnsupportedUse, dims
 from bridge.capture import TensorMetadata
 
-__all__ = ["PARTS", "Complex", "as_complex", "is_complex_form", "joined", "joined_form", "part_form", "part_type"]
-__all__ += ["separated"]
-
 PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 """Complex types → the types of their parts."""
 

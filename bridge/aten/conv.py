@@ -38,10 +38,6 @@ from bridge.base.torch_cuda import read_settings, recurrent_layers_are_tf32, set
 from bridge.base.torch_internals import aten, unset_fake_temporarily
 from bridge.capture import UPSAMPLES, TensorMetadata
 
-__all__ = ["CUDNN_TYPES", "all_layers", "cudnn_is_quicker", "is_channels_last", "library_of_images", "lies_behind"]
-__all__ += ["read_from_behind"]
-
-
 op = relax.op
 
 _TO_BACK, _TO_FRONT = (0, 2, 3, 1), (0, 3, 1, 2)

@@ -18,8 +18,6 @@ from bridge.aten.complex_value import Complex, separated
 from bridge.aten.registry import converts
 from bridge.capture import APPLY, BACKWARD, COLLECTIVE, CUSTOM_GRADIENT, OVERWRITTEN, TANGENT, WITH_GRADIENT
 
-__all__: list[str] = []
-
 op = relax.op
 
 

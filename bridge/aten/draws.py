@@ -33,10 +33,6 @@ from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.capture import Captured, Draw, Parameter
 
-__all__ = ["ChainedDraws", "check_parameters", "described_draw", "draw_at_offset", "drawn_type", "given_type"]
-__all__ += ["state_before", "unplaced"]
-
-
 _PLACE = -1
 """The state's place among the carries of a loop."""
 

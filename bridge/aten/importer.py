@@ -38,8 +38,6 @@ from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
 from bridge.capture import Captured, Output, TensorMetadata, where_is
 
-__all__ = ["Imported", "Importer", "import_graph", "made_by", "other_form", "unknown_types"]
-
 
 def made_by(node: fx.Node) -> fx.Node:
     """The node of the operator that computes a value; for an item of a tuple, the node that makes the tuple."""

@@ -32,8 +32,6 @@ from bridge.base.quirks import quirk
 from bridge.base.torch_internals import aten
 from bridge.capture import COMPUTED_DRAWS, STOP_GRADIENT, TensorMetadata, attends_by_products
 
-__all__: list[str] = []
-
 
 def moments(importer, x, axes):
     """Mean and biased variance over ``axes`` (kept as extents of 1), the variance from centred values."""

@@ -20,8 +20,6 @@ from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import aten
 from bridge.capture import OVERWRITTEN, STOP_GRADIENT, Captured, ScalarGuard
 
-__all__ = ["COMPUTED", "compared", "computed_numbers", "first_broken", "holds"]
-
 COMPUTED = "a floating point number that forward computes and then reads: compiled code may round it otherwise"
 _HINT = "keep it a tensor (detached, if autograd is not to follow), or read a comparison: `if (x > 1).all()`"
 

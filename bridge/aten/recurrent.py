@@ -33,8 +33,6 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
 from bridge.capture import LOOP_MARKS, PACKED_LAYERS, RECURRENT_LAYERS, TensorMetadata
 
-__all__ = ["looped_layer", "mark", "recurrent_layer", "whole_layers"]
-
 op = relax.op
 
 States = Sequence[Expr]

@@ -18,9 +18,6 @@ from autodiff.extents import Dim, Extent, maximum, minimum
 from bridge.base.devices import current_device
 from bridge.capture import TensorMetadata
 
-__all__ = ["CONVERSIONS", "ELEMENT_TYPES", "UnsupportedUse", "broadcast_shape", "clamped", "converts", "dims"]
-__all__ += ["has_extents", "index_shape", "lies_elsewhere", "numbers_only", "relax_dtype", "rounds_once"]
-
 #: ATen overload -> ``convert(importer, node, *args, **kwargs)``, which returns a Relax value (or a tuple of them).
 CONVERSIONS: dict[Any, Callable[..., Any]] = {}
 

@@ -24,8 +24,6 @@ from bridge.base.devices import HOST
 from bridge.base.torch_internals import aten
 from bridge.base.torch_shapes import SYMBOLIC
 
-__all__ = ["is_size", "size", "sliced"]
-
 op = relax.op
 
 

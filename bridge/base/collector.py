@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-__all__ = ["are_frozen", "collection_paused", "give_back_pages", "has_frozen", "only_new_objects_collected"]
-
 #: Python 3.12 counts its immortal objects (375 tuples of builtin types) as frozen after every full collection.
 #: A user's ``gc.freeze`` freezes the interpreter's thousands of objects as well.
 _IMMORTAL = 1000 if sys.version_info[:2] == (3, 12) else 0

@@ -23,9 +23,6 @@ import torch
 
 from bridge.base.torch_internals import find, len_function_stack
 
-__all__ = ["HOST", "TYPES", "current_device", "default_device_of_forward", "device_named", "devices_of"]
-__all__ += ["function_modes", "function_modes_aside", "may_be_on_host", "name_of", "working_for"]
-
 HOST = torch.device("cpu")
 
 TYPES = ("cpu", "cuda")

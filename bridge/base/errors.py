@@ -16,12 +16,6 @@ from functools import cache
 
 import torch
 
-__all__ = ["ARGUMENTS", "BY_DRAWS", "BY_NUMBERS", "CALL_BEFORE", "INTERPRETER", "MODULE", "RUN", "STRUCTURE"]
-__all__ += ["CacheNotFilled", "CompilationError", "DispatchMiss", "GuardFailure", "Unsupported", "UnsupportedModule"]
-__all__ += ["failed_together", "from_user_code", "is_final", "is_out_of_memory", "is_own_file", "is_pythons_file"]
-__all__ += ["is_refused_by_eager", "is_user_file", "line_of", "line_of_forward", "note_sample"]
-__all__ += ["TORCH_DIR", "refused_by_eager", "swallowed", "user_line", "without_parts"]
-
 TORCH_DIR = os.path.join(os.path.dirname(torch.__file__), "")
 """Ends with a separator: ``torch_geometric`` lies beside it."""
 _STDLIB = sysconfig.get_path("stdlib") + os.sep

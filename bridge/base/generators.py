@@ -14,9 +14,6 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.threads import free_in_children
 
-__all__ = ["MOVING", "at_state", "default_generator", "generator_device", "gpus_in_use", "of_gpus", "offset_of"]
-__all__ += ["on_side_states", "own_at", "states_put_back"]
-
 MOVING = free_in_children(threading.RLock())
 """Held while a GPU's generator is read and moved, or temporarily set elsewhere."""
 

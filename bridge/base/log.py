@@ -20,8 +20,6 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
-__all__ = ["CHANNELS", "Stopwatch", "channel", "set_logs"]
-
 VARIABLE = "BRIDGE_LOGS"
 
 #: The channels and their messages (after ``;``: the additional ones of ``+``).

@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 
 from bridge.base.threads import free_in_children
 
-__all__ = ["LeastRecentlyUsed"]
-
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 

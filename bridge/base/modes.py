@@ -19,9 +19,6 @@ from torch.distributions import Distribution
 from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import set_grad_enabled
 
-__all__ = ["ambient_autocast", "autocast_setting", "autocast_settings", "autocast_to", "cuda_autocast_setting"]
-__all__ += ["distributions_validate", "modes_put_back", "replaced", "replaced_here", "while_active"]
-
 _HOST, _CUDA = HOST.type, "cuda"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["refuse_free_threaded"]
-
 
 def refuse_free_threaded() -> None:
     """Raises ``ImportError`` in builds of Python without a global interpreter lock.

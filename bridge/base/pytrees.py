@@ -37,9 +37,6 @@ from bridge.base.torch_fakes import attributes_set_on
 from bridge.base.torch_higher_order import BlockMask
 from bridge.base.torch_internals import pytree
 
-__all__ = ["ObjectNode", "WithWholes", "containers_of", "has_objects", "is_plain", "leaf_names", "objects_of", "packed"]
-__all__ += ["packed_arguments", "picker", "structure_difference", "tensor_leaves", "unpacked"]
-
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree, in order."""

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch.torch_version import TorchVersion
 
-__all__ = ["QUIRKS", "Quirk", "applies", "quirk", "table"]
-
 T = TypeVar("T")
 
 QUIRKS: list[Quirk] = []

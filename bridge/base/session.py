@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-__all__ = ["SESSION", "Session"]
-
 
 class _Clearable(Protocol):
     def clear(self) -> None: ...

@@ -21,19 +21,6 @@ from torch import nn
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import VF, neg_view, tensor_guards
 
-__all__ = [
-    "PROPERTIES",
-    "Property",
-    "TensorChecks",
-    "as_complex",
-    "as_parts",
-    "bits_of",
-    "is_nested",
-    "is_parts_view",
-    "laid_out",
-]
-__all__ += ["offset_in", "properties_of", "same_strides", "span_of", "tensor_checks", "view_in"]
-
 #: Checked before Dynamo's guard, which ends the process over a nested tensor, since that has no strides.
 is_nested = attrgetter("is_nested")
 

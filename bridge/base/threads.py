@@ -26,9 +26,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = ["free_in_children", "held", "interrupts_deferred", "is_alone", "raise_deferred", "renewed_in_children"]
-__all__ += ["frame_of", "serves", "stack_of"]
-
 _SERVANTS = frozenset(["bridge", "execnet", "ipykernel", "torch", "tornado", "tqdm", "zmq"])
 """Packages (this one included) whose threads pass messages, compile or watch a progress bar, and never draw."""
 

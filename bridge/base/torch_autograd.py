@@ -14,9 +14,6 @@ import torch
 from bridge.base.quirks import quirk
 from bridge.base.torch_internals import find, saved_tensors_hooks
 
-__all__ = ["GENERATED", "FunctionNode", "applications_through", "applied", "apply_function", "checkpoint_frame"]
-__all__ += ["is_computed_again", "keeps_graph", "no_torch_dispatch", "node_class", "puts_generators_back"]
-
 _IN_PYTHON = isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
 FUNCTION_BASE: type = find("torch.autograd.function._SingleLevelFunction") if _IN_PYTHON else torch.autograd.Function
 """The class whose ``apply`` every application passes: ``Function.apply`` calls it, where it is Python."""

@@ -14,11 +14,6 @@ import torch
 
 from bridge.base.torch_internals import find
 
-__all__ = ["SETTINGS", "attention_may_be_formula", "convolves_by_cudnn", "cudnn_flags", "current_device"]
-__all__ += ["current_stream", "empty_strided", "gpu_features", "meaning_the_same", "memory_of", "memory_of_pool"]
-__all__ += ["products_are_tf32", "read_settings", "recurrent_layers_are_tf32", "reinterpreted", "settings_of_layers"]
-__all__ += ["settle_attention_order"]
-
 current_device: Callable[[], int] = find("torch._C._cuda_getDevice", torch.cuda.current_device)
 """The index of this thread's current device."""
 

@@ -15,11 +15,6 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import find, no_torch_function
 
-__all__ = ["FROM_LOCAL", "REDISTRIBUTE", "TO_LOCAL", "Sharding", "changes_dtype", "entering", "gathered", "greatest"]
-__all__ += ["group_of", "is_distributed", "is_plain_sum", "is_special", "local_shape", "local_tensor", "of_local"]
-__all__ += ["output_sharding", "own_part", "partial_sum", "reduced", "scattered", "shard_axis", "sharding_of"]
-__all__ += ["size_of", "spec_of_local", "with_sharding"]
-
 _PACKAGE = "torch.distributed.tensor"
 _no_modes = find("torch.utils._python_dispatch._disable_current_modes")
 

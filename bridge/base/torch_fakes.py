@@ -33,9 +33,6 @@ from bridge.base.torch_internals import (
     pytree,
 )
 
-__all__ = ["attributes_set_on", "clear_fake_memo", "fake_mode", "fake_of", "fake_state", "fake_type_hidden"]
-__all__ += ["meta_tensor", "new_fake", "outside_graph", "stand_in"]
-
 find("torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access")
 
 

@@ -17,21 +17,6 @@ from bridge.base.modes import replaced_here
 from bridge.base.torch_internals import HigherOrderOperator, find
 from bridge.base.torch_recording import no_python_kernels
 
-__all__ = [
-    "FLEX_ATTENTION",
-    "INDEX",
-    "OUTPUT_ALONE",
-    "BlockMask",
-    "flex_attention_casts",
-    "indexing_by_tensors",
-    "is_check_of_devices",
-    "is_indexing",
-    "lifted_operands",
-    "no_frames_compiled",
-    "no_score_mod",
-    "returns_output_alone",
-]
-
 _no_modes: Callable[[], AbstractContextManager] = find("torch.utils._python_dispatch._disable_current_modes")
 _cond = importlib.import_module("torch._higher_order_ops.cond")
 _flex = importlib.import_module("torch.nn.attention.flex_attention")

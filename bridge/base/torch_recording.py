@@ -12,10 +12,6 @@ import torch
 from bridge.base.devices import TYPES, current_device
 from bridge.base.torch_internals import FunctionalTensor, TorchDispatchMode, find, has_kernel, no_torch_function, schema
 
-__all__ = ["DispatchMode", "FunctionalTensorMode", "PreDispatchMode", "below_autograd"]
-__all__ += ["called_below", "composite_kernel", "functional_of", "has_casts", "has_wrapper", "in_functional"]
-__all__ += ["is_below_autocast", "is_only_mapped", "is_written", "no_python_kernels", "own_operator", "unrecorded"]
-
 _Proxy: type = find("torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode")
 _PRE_DISPATCH = find("torch._C.DispatchKey.PreDispatch")
 _PROXY = find("torch._C._TorchDispatchModeKey.PROXY")

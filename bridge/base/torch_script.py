@@ -8,8 +8,6 @@ import torch
 
 from bridge.base.torch_internals import find
 
-__all__ = ["ScriptFunction", "run_unfused"]
-
 ScriptFunction: type = torch.jit.ScriptFunction
 _call_script = ScriptFunction.__call__
 _function_of_graph = find("torch._C._create_function_from_graph")

@@ -16,10 +16,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from bridge.base.torch_internals import PROBES, MissingInternalError, find
 
-__all__ = ["SYMBOLIC", "Conclusion", "check_places", "conclusions", "environment", "expression"]
-__all__ += ["fake_results_not_kept", "fixed", "hint", "is_decided", "range_of"]
-__all__ += ["size_environment", "symbolic_fake", "upsampled_sizes"]
-
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _USED = ("guards", "var_to_range", "replace", "backed_var_to_val")

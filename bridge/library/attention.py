@@ -21,8 +21,6 @@ from bridge.base.torch_internals import VF, aten
 from bridge.library.convolution import move
 from bridge.library.registry import library_function
 
-__all__ = ["FORMULA", "KERNELS", "SUMS", "AttentionKernel", "Dropout"]
-
 _ACCESS = 16
 """Bytes of a kernel's widest access, and of the gap behind each row of padded keys."""
 

@@ -21,8 +21,6 @@ from bridge.base.torch_cuda import convolves_by_cudnn, cudnn_flags
 from bridge.base.torch_internals import VF, aten
 from bridge.library.registry import into_given, library_function
 
-__all__ = ["move", "pad_into"]
-
 
 @library_function("convolution", aten.convolution)
 def convolution(x, weight, *geometry):

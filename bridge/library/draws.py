@@ -13,8 +13,6 @@ from bridge.base.torch_internals import VF, schema
 from bridge.capture import SLOPE_DRAWS, with_generator
 from bridge.library.registry import library_function
 
-__all__: list[str] = []
-
 
 @library_function("draw")
 def draw(name, description, state, *given):

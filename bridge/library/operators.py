@@ -20,8 +20,6 @@ from bridge.capture import apply_opaque, backward_opaque, exchange
 from bridge.library.convolution import move, pad_into
 from bridge.library.registry import library_function, out_function, out_kernel
 
-__all__ = ["waits_for_the_device"]
-
 
 @library_function("ran")
 def ran(x: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,6 @@ import torch
 
 from bridge.base.torch_internals import AbsentOperator, storage_id
 
-__all__ = ["DRAWS", "DRAWS_AT_OFFSET", "FUNCTIONS", "INTO_GIVEN", "NEVER_RAISE", "OUT_FUNCTIONS", "OUT_KERNELS"]
-__all__ += ["REDRAWS", "TensorAt", "TensorsAt", "dense", "into_given", "invoke", "invoke_into", "library_function"]
-__all__ += ["out_function", "out_kernel"]
-
 Function = Callable[..., Any]
 
 ALIGNMENT = 16

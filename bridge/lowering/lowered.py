@@ -34,8 +34,6 @@ from bridge.lowering.text import script
 from bridge.reference import needed_nodes
 from partition import Partitioned, Plan, rebuild_backward
 
-__all__ = ["FrozenCall", "LoweredCall", "Sample", "freeze_call"]
-
 log = channel("passes")
 
 

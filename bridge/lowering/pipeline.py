@@ -25,9 +25,6 @@ from bridge.reference import run_graph
 from partition import differentiable_scans
 from partition import partition as partition_joint
 
-__all__ = ["DEFAULT_PARTITION", "cleaned_and_named", "lower_captured", "partition_options"]
-
-
 log = channel("partition")
 
 DEFAULT_PARTITION = "min_cut"

@@ -54,8 +54,6 @@ from bridge.lowering.stage import Stage
 from bridge.reference import run_graph
 from partition import Cost, Partitioned, Plan, Saved
 
-__all__ = ["KeptLowering", "graph_of", "parts_of_lowering", "record_of"]
-
 _GETITEM = "getitem"
 
 

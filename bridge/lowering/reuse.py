@@ -53,9 +53,6 @@ from bridge.lowering.pipeline import lower_captured
 from bridge.lowering.record import KeptLowering, parts_of_lowering
 from bridge.state import SampleCall, constant_key, dict_of, kept, module_tensors
 
-__all__ = ["NotCanonicalError", "begin_reading", "call_key_of", "call_on_disk", "canonical", "code_digest"]
-__all__ += ["keep_lowering", "kept_lowering", "lower_once"]
-
 
 def call_key_of(call: SampleCall, partition: Any) -> tuple | None:
     """The call key of a call made now; ``None`` if a part of it cannot be compared.

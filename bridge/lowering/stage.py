@@ -30,8 +30,6 @@ from bridge.capture import Captured, where_is
 from bridge.lowering.text import Foldable, binding_line, script, short_op
 from bridge.reference import interpret
 
-__all__ = ["Diff", "Origin", "Stage", "Staged", "diff", "module_path", "origins", "stage_after"]
-
 
 @dataclass(frozen=True, eq=False)
 class Stage(Foldable):

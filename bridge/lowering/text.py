@@ -28,9 +28,6 @@ from autodiff.ir import (
 )
 from autodiff.scan import Scan, is_scan, scan_of
 
-__all__ = ["Foldable", "attributes", "binding_line", "count", "folded", "function_lines", "megabytes", "script"]
-__all__ += ["short_op", "type_text", "value_text"]
-
 _OPTIONS = re.compile(r'R\.str\("\{\\"body\\": .*?[^\\]"\)')
 
 

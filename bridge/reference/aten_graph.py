@@ -44,8 +44,6 @@ from bridge.library import FUNCTIONS
 from bridge.reference.custom_functions import OwnCall, own_calls, with_own_gradient
 from bridge.reference.relax import InterpretedRun
 
-__all__ = ["Drawn", "MarkedLoop", "interpret_graph", "marked_loops", "needed_nodes", "outputs_at", "run_graph"]
-
 
 class Drawn:
     """The random draws of one run.

@@ -25,8 +25,6 @@ from torch.autograd.function import once_differentiable
 from bridge.base.torch_internals import aten
 from bridge.capture import CUSTOM_GRADIENT, ONCE, OWN, STOP_GRADIENT, TANGENT, UNKNOWN, WITH_GRADIENT
 
-__all__ = ["OwnCall", "is_linear", "own_calls", "with_own_gradient"]
-
 
 def _overloads(*names: str) -> frozenset:
     packets = [getattr(aten, name) for name in names if hasattr(aten, name)]

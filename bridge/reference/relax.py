@@ -42,8 +42,6 @@ from bridge.base.devices import HOST, current_device, devices_of, working_for
 from bridge.library import FUNCTIONS
 from bridge.reference.relax_operators import LIBRARY, OPERATORS
 
-__all__ = ["InterpretedRun", "interpret"]
-
 _DROPOUT = "relax.nn.dropout"
 
 

@@ -17,8 +17,6 @@ from autodiff.ir import Call, axes_of, dtype, permutation
 from bridge.base.devices import current_device
 from bridge.reference.custom_functions import with_own_gradient
 
-__all__ = ["LIBRARY", "OPERATORS"]
-
 Meaning = Callable[..., Any]
 
 #: Library functions for which compiled programs contain generated code instead of a call.

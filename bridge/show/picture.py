@@ -15,8 +15,6 @@ try:
 except ImportError:  # it comes with the extra ``show``
     graphviz = None
 
-__all__ = ["KINDS", "Arrow", "Box", "Digraph", "Picture", "draw"]
-
 
 @dataclass(frozen=True)
 class BoxStyle:

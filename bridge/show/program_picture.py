@@ -12,8 +12,6 @@ from bridge.compile import CallLibrary, Launch, MakeView, Operation, Program, Ru
 from bridge.lowering import Origin, count, megabytes
 from bridge.show.picture import Arrow, Box, Picture
 
-__all__ = ["ROOT", "ProgramReport", "StepRow", "kernel_picture", "program_picture"]
-
 _PER_ROW = 4  # operators on one line of a kernel's box
 _WEIGHT_LIKE = "p_"
 _HOW = {"~": " broadcast", "^": " ᵀ", "/": " in part"}  # by the marks of :class:`.contents.Operation`

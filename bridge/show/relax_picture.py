@@ -24,8 +24,6 @@ from autodiff.ops import having
 from bridge.lowering import attributes, short_op, value_text
 from bridge.show.picture import Arrow, Box, Picture
 
-__all__ = ["FunctionNotes", "add_function", "function_picture"]
-
 _VIEWS = having("view", "plain")
 _LIBRARY = frozenset(("relax.matmul", "relax.concat", "relax.stack", "relax.take"))
 _LONGEST = 27  # characters of a row

@@ -18,9 +18,6 @@ from bridge.lowering import LoweredCall, Origin, folded, megabytes
 from bridge.show.program_picture import ROOT, ProgramReport, StepRow
 from partition import Plan, bytes_text
 
-__all__ = ["WIDTH", "EntryReport", "Report", "choices_of", "cut", "explain", "kept_bytes", "more"]
-__all__ += ["program_report", "table"]
-
 #: Characters of a line, and of a cell, in the short form.
 WIDTH, _CELL = 118, 34
 

@@ -14,7 +14,6 @@ from bridge.show.relax_picture import FunctionNotes, add_function, function_pict
 if TYPE_CHECKING:
     import graphviz
 
-__all__ = ["visualize"]
 
 SPLIT = "split"
 

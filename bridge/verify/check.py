@@ -35,8 +35,6 @@ from bridge.verify.inputs import (
     torchs_gradients,
 )
 
-__all__ = ["Check", "StageCheck", "Trace", "check", "trace"]
-
 AGREES, ROUNDING, DEVIATES = "agrees", "rounding", "deviates"
 BEFORE = {"masked": "imported", "spelled": "masked", "forward": "spelled", "joint": "forward", "cleaned": "joint"}
 BEFORE |= {"split forward": "cleaned", "split backward": "cleaned"}

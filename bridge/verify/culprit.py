@@ -36,8 +36,6 @@ from bridge.lowering import LoweredCall, Origin, binding_line, short_op
 from bridge.reference import InterpretedRun, interpret
 from bridge.verify.inputs import deviation, largest
 
-__all__ = ["Culprit", "first_difference", "first_wrong_gradient", "first_wrong_kernel", "first_wrong_node"]
-
 
 @dataclass(frozen=True)
 class Culprit:

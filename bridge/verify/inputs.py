@@ -21,9 +21,6 @@ from bridge.lowering import LoweredCall, Sample
 from bridge.reference import interpret
 from bridge.rng import Draws
 
-__all__ = ["Reference", "deviation", "eager_reference", "largest", "sample_of", "stage_inputs", "tolerance"]
-__all__ += ["torchs_gradients"]
-
 
 @dataclass(frozen=True)
 class Reference:

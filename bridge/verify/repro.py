@@ -21,8 +21,6 @@ from bridge.verify.culprit import compiled_on
 from bridge.verify.inputs import deviation, largest
 from partition import STRATEGIES, partition
 
-__all__ = ["Replay", "replay", "save_repro"]
-
 SCRIPT = "repro.py"
 
 _TEXT = '''"""{title}

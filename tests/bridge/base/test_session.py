@@ -51,7 +51,6 @@ OTHERS = {
     "library.registry.INTO_GIVEN": TABLES,
     "library.registry.OUT_FUNCTIONS": TABLES,
     "library.registry.OUT_KERNELS": TABLES,
-    "reference.relax_operators.OPERATORS": TABLES,
     "rng.computed._BEGUN": "compilations that are on their way",
 }
 """Module-level containers that are no caches, and why."""
