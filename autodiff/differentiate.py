@@ -32,6 +32,7 @@ from autodiff.ir import (
     DataflowVar,
     Expr,
     Function,
+    Pairs,
     TupleType,
     Var,
     compute_type,
@@ -44,7 +45,7 @@ from autodiff.ir import (
 )
 from autodiff.memory import OVERWRITTEN, read_memory, with_own_results
 from autodiff.normalization import cast, fold_normalizations
-from autodiff.ops import having
+from autodiff.ops import STOP, having
 from autodiff.products import simplify_transposes
 from autodiff.redundancy import live_bindings, unique_names
 from autodiff.reverse import accumulate
@@ -253,10 +254,6 @@ def _in_order(bindings: list[Binding]) -> list[Binding]:
     return ordered
 
 
-Pairs = list[tuple[Var, Expr]]
-_STOP = "relax.grad.no_grad"
-
-
 @on_functions
 def differentiate(
     body: Body,
@@ -333,7 +330,7 @@ def _live_and_active(body: Body, scalar: Var, required: Sequence[Var]) -> Pairs:
     active = {body.binding(param) for param in required}
     found: list[Binding] = []
     for binding in _behind(scalar, body.bindings, body):
-        if binding.op == _STOP or not has_float(binding.var.ty):
+        if binding.op == STOP or not has_float(binding.var.ty):
             continue
         if any(read in active for read in binding.reads):
             active.add(binding)
@@ -390,7 +387,7 @@ def backward_bindings(body: Pairs, scalar: Var) -> tuple[Pairs, dict[Var, Expr]]
 
 def _marked(binding: Binding) -> Expr | None:
     """The value that a call marks, for gradients alone: it has been differentiated."""
-    if binding.op == _STOP:
+    if binding.op == STOP:
         return binding.value.args[0]
     return binding.value.args[1] if library_name(binding.value) == _WITH_DERIVATIVE else None
 

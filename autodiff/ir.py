@@ -35,14 +35,26 @@ from tvm.tirx import Add, Cast, FloatImm, FloorDiv, FloorMod, IntImm, Max, Min, 
 from autodiff.extents import Dim, from_tir, is_symbol
 
 __all__ = ["VARS", "Call", "Constant", "DataflowBlock", "DataflowVar", "Expr", "ExternFunc", "Function", "IRModule"]
-__all__ += ["Op", "SeqExpr", "ShapeExpr", "StringImm", "TensorType", "Tuple", "TupleGetItem", "TupleType", "Var"]
-__all__ += ["VarBinding", "axes_of", "bindings", "build_function", "compute_type", "dtype", "extents_of", "inverse"]
+__all__ += ["Op", "Pairs", "SeqExpr", "ShapeExpr", "StringImm", "TensorType", "Tuple", "TupleGetItem", "TupleType"]
+__all__ += [
+    "Var",
+    "VarBinding",
+    "axes_of",
+    "bindings",
+    "build_function",
+    "compute_type",
+    "dtype",
+    "extents_of",
+    "inverse",
+]
 __all__ += ["is_float", "is_transpose", "itemsize", "library_name", "nbytes", "numel", "numpy_value", "op_name"]
 __all__ += ["operands", "permutation", "results", "shape", "substitute", "used_vars", "with_operands"]
 __all__ += ["with_outputs"]
 
 LIBRARY_PREFIX = "library."
 VARS = frozenset({Var, DataflowVar})  # the type of every variable: quicker to look up than to ask isinstance
+Pairs = list[tuple[Var, Expr]]
+"""Bindings in order: variables and their values."""
 _BITS = {"bool": 8}
 _INTEGERS = (IntImm, Add, Sub, Mul, FloorDiv, FloorMod, Max, Min, Cast)  # numbers and extents
 _LEAVES = frozenset({Constant, ExternFunc, StringImm, FloatImm, ShapeExpr, *_INTEGERS})  # read no variables

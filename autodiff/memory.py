@@ -12,11 +12,10 @@ from tvm import relax
 
 from autodiff.body import Binding, Body, NameSupply
 from autodiff.errors import UndifferentiableOp
-from autodiff.ir import DataflowVar, Expr, TupleGetItem, Var, is_float, library_name, substitute
+from autodiff.ir import DataflowVar, Expr, Pairs, TupleGetItem, Var, is_float, library_name, substitute
 from autodiff.library import call as library_call
 from autodiff.ops import having
 
-Pairs = list[tuple[Var, Expr]]
 OVERWRITTEN = "library.overwritten"
 _SHOWS_PART = having("view") | having("slice")
 _COMPUTED_ANEW = _SHOWS_PART | having("elementwise") | having("cheap") | having("reduction") | having("row")

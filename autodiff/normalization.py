@@ -14,7 +14,7 @@ from tvm.relax import op
 
 from autodiff.body import Body, Scope, const, on_functions, rewrite
 from autodiff.extents import same_shape
-from autodiff.ir import Call, Constant, Expr, Var, axes_of, compute_type, dtype, numpy_value, op_name, shape
+from autodiff.ir import Call, Constant, Expr, Pairs, Var, axes_of, compute_type, dtype, numpy_value, op_name, shape
 from autodiff.library import call as library_call
 from autodiff.redundancy import live_bindings
 
@@ -80,10 +80,8 @@ def spell_out(body: Body) -> None:
 #: The name of the step, ``library.normalize``. Only the function that TVM's ``Gradient`` sees has it; it never runs.
 _FOLDED = "normalize"
 
-Bindings = list[tuple[Var, Expr]]
 
-
-def fold_normalizations(body: Bindings, result: Expr) -> Bindings:
+def fold_normalizations(body: Pairs, result: Expr) -> Pairs:
     """Replaces ``y = c * rstd``, ``rstd = rsqrt(mean(c * c) + epsilon)``, by one call on the tensor it normalizes.
 
     That tensor is ``x`` where ``c = x - mean(x)`` over the same axes (LayerNorm, GroupNorm, BatchNorm), else ``c``

@@ -97,5 +97,8 @@ def having(*words: str) -> frozenset[str]:
 #: Relax's own point-wise operators.
 POINTWISE = frozenset(name for name in having("elementwise") if name.startswith("relax."))
 
+STOP = "relax.grad.no_grad"
+"""The operator that stops gradients."""
+
 #: Operators that keep the elements in order.
 RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")

@@ -33,6 +33,7 @@ from autodiff.ir import (
     Constant,
     DataflowVar,
     Expr,
+    Pairs,
     ShapeExpr,
     TensorType,
     Tuple,
@@ -271,10 +272,7 @@ def _scaled_sum(binding: Binding, total: Binding, more: Factors, axes: list[int]
     return op.multiply(value, last.var)
 
 
-Bindings = list[tuple[Var, Expr]]
-
-
-def simplify_transposes(forward: Bindings, backward: Bindings) -> tuple[Bindings, dict[Var, Var]]:
+def simplify_transposes(forward: Pairs, backward: Pairs) -> tuple[Pairs, dict[Var, Var]]:
     """The rewritten backward, and the variables that replace its dropped variables.
 
     A transpose of a transpose becomes the innermost variable, a copy its source. A transpose of a product becomes the
@@ -292,7 +290,7 @@ def simplify_transposes(forward: Bindings, backward: Bindings) -> tuple[Bindings
 
 class _Rewriter:
     def __init__(self) -> None:
-        self.body: Bindings = []
+        self.body: Pairs = []
         self.equal: dict[Var, Var] = {}
         self._definitions: dict[Var, Expr] = {}
         self._normalize = normalizer()

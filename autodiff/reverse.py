@@ -21,6 +21,7 @@ from autodiff.gradients.registry import partials
 from autodiff.ir import (
     Call,
     Expr,
+    Pairs,
     ShapeExpr,
     Tuple,
     TupleGetItem,
@@ -34,10 +35,8 @@ from autodiff.ir import (
 from autodiff.library import call as library_call
 from autodiff.typed import TypedBuilder
 
-Bindings = list[tuple[Var, Expr]]
 
-
-def accumulate(body: Bindings, scalar: Var) -> tuple[Bindings, dict[Var, Var]]:
+def accumulate(body: Pairs, scalar: Var) -> tuple[Pairs, dict[Var, Var]]:
     """The bindings of the backward, and the variable of each gradient by the variable it belongs to.
 
     Args:

@@ -39,6 +39,8 @@ from autodiff.ir import (
     shape,
     substitute,
 )
+from autodiff.normalization import cast
+from autodiff.ops import STOP
 from autodiff.redundancy import unique_names
 from autodiff.row_region import RowRegion
 from autodiff.scan.operator import Scan, body_text, scan_call
@@ -52,8 +54,6 @@ LEAST_SAVED = 64 << 20
 
 _HELD = 4
 """Tensors of the weight's size that the loop holds to sum its gradients: zeros, one step's, two alternating sums."""
-
-_STOP = "relax.grad.no_grad"
 
 
 @on_functions
@@ -86,7 +86,7 @@ def _active(body: Body, required: Sequence[int]) -> set[Binding]:
     parameters = body.parameters()
     active = {parameters[index] for index in required}
     for binding in body.bindings:
-        if binding.op != _STOP and has_float(binding.var.ty) and any(read in active for read in binding.reads):
+        if binding.op != STOP and has_float(binding.var.ty) and any(read in active for read in binding.reads):
             active.add(binding)
     return active
 
@@ -95,7 +95,7 @@ def _behind(body: Body, outputs: Sequence[int]) -> set[Binding]:
     """The bindings on which the outputs depend through operators that pass gradients on."""
     needed = {body.binding(body.outputs[index]) for index in outputs}
     for binding in reversed(body.bindings):
-        if binding in needed and binding.op != _STOP:
+        if binding in needed and binding.op != STOP:
             needed.update(binding.reads)
     return needed
 
@@ -209,12 +209,9 @@ def _blocks(scope: Scope, value: Var, begin: int, end: int, rows: int) -> Var:
 def _linear(scope: Scope, value: Var, gradient: Var, result: str) -> Var:
     """A number whose gradient with respect to ``value`` is ``gradient``: the sum of their products."""
     wide = compute_type(dtype(value))
-    factors = [_cast(scope, each, wide) for each in (value, scope.emit(op.grad.no_grad(gradient), "gradient"))]
-    return _cast(scope, scope.emit(op.sum(scope.emit(op.multiply(*factors), "linear")), "linear"), result)
-
-
-def _cast(scope: Scope, value: Var, wanted: str) -> Var:
-    return value if dtype(value) == wanted else scope.emit(op.astype(value, wanted), "wide")
+    factors = [cast(each, wide, scope, "wide") for each in (value, scope.emit(op.grad.no_grad(gradient), "gradient"))]
+    total = scope.emit(op.sum(scope.emit(op.multiply(*factors), "linear")), "linear")
+    return cast(total, result, scope, "wide")
 
 
 @dataclass(frozen=True)
@@ -254,7 +251,7 @@ class _Step:
         scope = Scope(each.name for each in (*made.params, *before, *(var for var, _ in bindings(made))))
         for var, value in bindings(made):
             scope.bind(var, value)
-        added = [op.add(one, _cast(scope, value, dtype(one))) for one, value in zip(before, sums, strict=True)]
+        added = [op.add(one, cast(value, dtype(one), scope, "wide")) for one, value in zip(before, sums, strict=True)]
         outputs = [scope.emit(value, "sum") for value in added]
         outputs += [found[each] for each in order if values.index(each) < scanned]
         text = body_text(build_function([*before, *made.params], scope.body, outputs))

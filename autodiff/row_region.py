@@ -29,9 +29,9 @@ from autodiff.ir import (
     operands,
     shape,
 )
-from autodiff.ops import POINTWISE, RESHAPES
+from autodiff.ops import POINTWISE, RESHAPES, STOP
 
-_STOP, _SLICE = "relax.grad.no_grad", "relax.strided_slice"
+_SLICE = "relax.strided_slice"
 _ALONG = {"relax.sum": op.sum, "relax.max": op.max, "relax.min": op.min, "relax.mean": op.mean}
 _ROWWISE = {"relax.nn.log_softmax": op.nn.log_softmax, "relax.nn.softmax": op.nn.softmax}
 
@@ -154,7 +154,7 @@ class RowRegion:
         if binding.op == "relax.gather_elements":
             fits = given == [_FULL, None] and _is_last(axis, args[0]) and self._adds(args[1], (None, 1))
             return _ROW if fits and shape(args[1])[:-1] == shape(args[0])[:-1] else None
-        return self._pointwise(binding, args, given) if binding.op in POINTWISE or binding.op == _STOP else None
+        return self._pointwise(binding, args, given) if binding.op in POINTWISE or binding.op == STOP else None
 
     def _reshaped(self, binding: Binding, kind: str | None) -> str | None:
         extents = shape(binding.var)

@@ -4,12 +4,11 @@ Imports TVM only. The functions exchanged are in the flat form of :mod:`autodiff
 """
 
 from partition.budget import fewest_bytes
-from partition.coloring import RecomputeAll, SaveAll, coloring
 from partition.cost import Cost
 from partition.cut import STRATEGIES, Partitioned, partition, rebuild_backward
 from partition.graph import Choice, JointGraph, Node, Strategy, build_graph
 from partition.min_cut import BUDGETS, MinCut, Point, curve
-from partition.plan import Plan, Saved, bytes_text
+from partition.plan import Plan, RecomputeAll, SaveAll, Saved, bytes_text, coloring
 from partition.scans import differentiable_scans
 
 __all__ = ["BUDGETS", "STRATEGIES", "Choice", "Cost", "JointGraph", "MinCut", "Node", "Partitioned", "Plan", "Point"]

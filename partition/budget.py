@@ -33,10 +33,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TypeVar
 
-from partition.coloring import reader
 from partition.cost import flops, product, recompute_cost
 from partition.graph import Choice, JointGraph
-from partition.plan import captured_set
+from partition.plan import captured_set, reader
 
 _SOURCE, _SINK = "source", "sink"
 

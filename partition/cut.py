@@ -21,7 +21,6 @@ from tvm.relax import op
 
 from autodiff import Body
 from autodiff.ir import DataflowVar, Expr, Function, TensorType, Var, build_function, shape, substitute
-from partition.coloring import RecomputeAll, SaveAll
 from partition.cost import view_base
 from partition.graph import Choice, JointGraph, Strategy, build_graph
 from partition.heuristics import (
@@ -32,7 +31,7 @@ from partition.heuristics import (
     save_weight_casts,
 )
 from partition.min_cut import MinCut
-from partition.plan import CapturedSet, Plan, captured_set, fingerprints, make_plan
+from partition.plan import CapturedSet, Plan, RecomputeAll, SaveAll, captured_set, fingerprints, make_plan
 
 
 def backward_order(graph: JointGraph, body: Collection[str]) -> list[str]:

@@ -48,6 +48,7 @@ from autodiff.ir import (
     dtype,
     library_name,
     op_name,
+    permutation,
     shape,
 )
 from autodiff.ir import nbytes as tensor_bytes
@@ -135,7 +136,7 @@ def permute_once(body: Body, outputs: Iterable[Expr]) -> None:
     for binding in body.bindings:
         body.substitute(binding, replaced)
         if binding.op == PERMUTATION:
-            (source,), axes = binding.reads, _axes(binding.value)
+            (source,), axes = binding.reads, permutation(binding.value)
             if source not in orders:
                 orders[source] = _rows_of(source, forward)
             order = orders[source]
@@ -154,24 +155,14 @@ def permute_once(body: Body, outputs: Iterable[Expr]) -> None:
 
 def _rows(body: Body, source: Binding, order: list[int], taken: set[str]) -> Binding:
     """A new binding: the permutation ``order``, which keeps the last axis."""
-    name = f"{source.name}_rows"
-    while name in taken:
-        name += "_"
-    taken.add(name)
     value = body.normalize(op.permute_dims(source.var, order))
-    return body.define(DataflowVar(name, value.ty), value)
+    return body.define(DataflowVar(_fresh(f"{source.name}_rows", taken), value.ty), value)
 
 
 def keeps_rows(permuted: Call) -> bool:
     """Whether a permutation keeps the last axis."""
-    axes = _axes(permuted)
+    axes = permutation(permuted)
     return axes == _as_rows(axes)
-
-
-def _axes(permuted: Call) -> list[int]:
-    """The axes of a ``permute_dims``, non-negative."""
-    rank, axes = len(shape(permuted)), permuted.attrs.axes
-    return list(range(rank))[::-1] if axes is None else [int(axis) % rank for axis in axes]
 
 
 def _rows_of(source: Binding, forward: Set[Binding]) -> list[int] | None:
@@ -179,7 +170,7 @@ def _rows_of(source: Binding, forward: Set[Binding]) -> list[int] | None:
     readers = [user for user in source.users if user in forward]
     if not readers or any(user.op != PERMUTATION for user in readers):
         return None
-    orders = [_as_rows(_axes(user.value)) for user in readers]
+    orders = [_as_rows(permutation(user.value)) for user in readers]
     return None if orders[0] == sorted(orders[0]) or any(order != orders[0] for order in orders) else orders[0]
 
 

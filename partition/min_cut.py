@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from autodiff.ir import Function
 from partition.budget import fit, minimum_cut
-from partition.coloring import RecomputeAll, SaveAll, reader
 from partition.cost import must_save_reason, product, recompute_cost, save_cost
 from partition.graph import Choice, JointGraph, Node, build_graph
-from partition.plan import Plan, captured_set, make_plan
+from partition.plan import Plan, RecomputeAll, SaveAll, captured_set, make_plan, reader
 
 Policy = Callable[[Node], str | None]
 

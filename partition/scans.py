@@ -26,6 +26,7 @@ from autodiff.ir import (
     results,
     used_vars,
 )
+from autodiff.ops import STOP
 from autodiff.scan import (
     BackwardParameter,
     BackwardStep,
@@ -38,8 +39,6 @@ from autodiff.scan import (
 )
 from partition.cut import partition
 from partition.graph import Strategy
-
-_STOP = "relax.grad.no_grad"
 
 
 @on_functions
@@ -61,7 +60,7 @@ def differentiable_scans(
     active = {body.binding(body.params[index]) for index in required}
     read = _read_results(body)
     for binding in list(body.bindings):
-        if binding.op != _STOP and any(read in active for read in binding.reads):
+        if binding.op != STOP and any(read in active for read in binding.reads):
             active.add(binding)
         if is_scan(binding.value):
             made = _make_differentiable(body, binding, active, read[binding], strategy, sums_later)
@@ -84,7 +83,7 @@ def _read_results(body: Body) -> dict[Binding, frozenset[int]]:
 
 def _stops(var: Var, op: str | None) -> bool:
     """Whether an operator passes no gradient on: a gradient stop, or a result without floats."""
-    return op == _STOP or (isinstance(var.ty, TensorType) and not is_float(var))
+    return op == STOP or (isinstance(var.ty, TensorType) and not is_float(var))
 
 
 def _make_differentiable(
@@ -129,7 +128,7 @@ def _flow(scan: Scan, given: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int
         active = {param for param, flows in zip(function.params, given, strict=True) if flows and is_float(param)}
         wanted = tuple(place for place, param in enumerate(function.params) if param in active)
         for var, value in bindings(function):
-            if op_name(value) != _STOP and any(read in active for read in used_vars(value)):
+            if op_name(value) != STOP and any(read in active for read in used_vars(value)):
                 active.add(var)
         reached = tuple(place for place, output in enumerate(outputs) if output in active and is_float(output))
         more = [place for place in reached if place < scan.carries and not given[place]]

@@ -36,6 +36,7 @@ from autodiff.ir import (
     TensorType,
     TupleGetItem,
     Var,
+    axes_of,
     bindings,
     build_function,
     dtype,
@@ -228,7 +229,7 @@ class _Sums:
             case "relax.reshape":
                 made = op.reshape(self.emit(call.args[0], whole, scope), shape(call))
             case "relax.sum":
-                axes = [0, *(int(axis) + 1 for axis in _axes(call))]
+                axes = [0, *(axis + 1 for axis in axes_of(call))]
                 made = op.sum(whole[call.args[0]], axes, False)
             case _:
                 left = _columns(*self._factor(call.args[0]), whole, scope, rows_last=True)
@@ -287,11 +288,6 @@ def _plan_sums(step: Function, gradients: Sequence[Expr], at_hand: Sequence[Var]
             sums.stacked += leaving
             sums.read.update(leaving)
     return sums
-
-
-def _axes(call: Expr) -> list[int]:
-    rank = len(shape(call.args[0]))
-    return list(range(rank)) if call.attrs.axis is None else [int(axis) % rank for axis in call.attrs.axis]
 
 
 def _columns(factor: Var, transposed: bool, whole: Mapping[Var, Expr], scope: Scope, rows_last: bool) -> Var:
