@@ -22,7 +22,6 @@ from bridge.aten.any_operator import check_functional, whole
 from bridge.aten.complex_value import Complex, as_complex, is_complex_form, joined, part_form, part_type, separated
 from bridge.aten.pointwise import stop_gradient
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse, converts, relax_dtype
-from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT
 
@@ -140,24 +139,6 @@ def div(importer, node, a, b):
     return _derived(importer, found, linear)
 
 
-@_complex(aten.mean.default, aten.mean.dim)
-def mean(importer, node, x, *args, **kwargs):
-    """The means of the parts, on a CPU divided by a complex 1: torch divides by a complex count there, a GPU's kernel
-    multiplies by a real number."""
-    (x,) = _operands(importer, node, x)
-    means = Complex(*(CONVERSIONS[node.target](importer, node, part, *args, **kwargs) for part in x.parts))
-    divided = div(importer, node, means, 1)
-    return divided if current_device() == HOST else _derived(importer, means, divided)
-
-
-@_complex(aten.pow.Tensor_Scalar)
-def pow_by_number(importer, node, x, exponent):
-    """Multiplications for small whole exponents, as in torch; torch's kernel for other exponents."""
-    if exponent != 2:
-        return NotImplemented
-    return multiplied(importer, x, x)
-
-
 @_complex(aten._conj.default, aten._conj_physical.default, aten.conj_physical.default)
 def conj(importer, node, x):
     return Complex(x.real, importer.emit(op.negative(x.imaginary)))
@@ -178,20 +159,6 @@ COMPLEX |= {
 def complex_of(importer, node, real, imaginary):
     parts = (importer.cast(part, importer.out_dtype(node)) for part in (real, imaginary))
     return _broadcast(importer, node, Complex(*parts))
-
-
-@_complex(aten.polar.default)
-def polar(importer, node, size, angle):
-    """Torch's gradient with respect to the angle is ``g`` times the other part: ``g`` times the size could overflow."""
-    size, angle = (importer.cast(value, importer.out_dtype(node)) for value in (size, angle))
-    turns = [importer.emit(turn(angle)) for turn in (op.cos, op.sin)]
-    real, imaginary = (_multiply(importer, size, turn) for turn in turns)
-    slopes = (op.negative(imaginary), real)
-    linear = [
-        _add(importer, times(importer, size, turn), times(importer, angle, slope))
-        for turn, slope in zip(turns, slopes, strict=True)
-    ]
-    return Complex(*(with_derivative(importer, *each) for each in zip((real, imaginary), linear, strict=True)))
 
 
 @_complex(aten.exp.default)
@@ -260,25 +227,6 @@ def sgn(importer, node, x):
     across = (importer.emit(op.subtract(one, times(importer, along, n))) for one, n in ((p, u), (q, v)))
     found = (with_derivative(importer, n, slope) for n, slope in zip((u, v), across, strict=True))
     return Complex(*(importer.emit(op.where(zero, none, part)) for part in found))
-
-
-@_complex(aten.angle.default)
-def angle(importer, node, x):
-    """At 0 the angle follows from the signs of the parts, and the gradient is 0, as in torch."""
-    zero = _is_zero(importer, x)
-    real = importer.emit(op.where(zero, importer.constant(1, dtype(x.real)), x.real))
-    found, inner = (importer.library("atan2", [x.imaginary, part], importer.out(node)) for part in (x.real, real))
-    slope = importer.emit(op.where(zero, importer.constant(0, dtype(x.real)), inner))
-    return with_derivative(importer, found, slope)
-
-
-@_complex(aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar)
-def compared(importer, node, a, b):
-    element_type = dtype(next(value.real for value in (a, b) if isinstance(value, Complex)))
-    a, b = (as_complex(importer, value, element_type) for value in (a, b))
-    equal = node.target in (aten.eq.Tensor, aten.eq.Scalar)
-    compare, join = (op.equal, op.logical_and) if equal else (op.not_equal, op.logical_or)
-    return importer.emit(join(*(importer.emit(compare(x, y)) for x, y in zip(a.parts, b.parts, strict=True))))
 
 
 _NUMBER = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0, aten.new_full.default: 2}
