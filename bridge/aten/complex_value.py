@@ -7,6 +7,7 @@ PyTorch's gradient of the complex tensor, seen the same way; so nothing after th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,17 @@ class Complex:
     @property
     def parts(self) -> tuple[Expr, Expr]:
         return self.real, self.imaginary
+
+
+def parts_of(value: Expr | Complex) -> tuple[Expr, ...]:
+    """The parts of a complex value; a real one is its only part."""
+    return value.parts if isinstance(value, Complex) else (value,)
+
+
+def of_parts(parts: Iterable[Expr]) -> Expr | Complex:
+    """The inverse of :func:`parts_of`."""
+    made = tuple(parts)
+    return made[0] if len(made) == 1 else Complex(*made)
 
 
 def part_type(complex_type: torch.dtype) -> torch.dtype:

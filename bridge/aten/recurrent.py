@@ -26,7 +26,7 @@ from tvm import relax
 
 from autodiff.ir import Expr, compute_type, dtype, shape
 from bridge.aten.complex_arithmetic import COMPLEX
-from bridge.aten.complex_value import Complex
+from bridge.aten.complex_value import of_parts, parts_of
 from bridge.aten.conv import CUDNN_TYPES, all_layers, cudnn_is_quicker
 from bridge.aten.registry import UnsupportedUse, converts, has_extents, numbers_only
 from bridge.base.devices import HOST, current_device
@@ -276,9 +276,7 @@ def mark(importer, node, value, *numbers):
         importer.draws.enter(loop, *rest)
     elif name != "loop_part":
         importer.draws.leave()
-    parts = value.parts if isinstance(value, Complex) else (value,)
-    made = [
+    return of_parts(
         importer.library(name, [part, loop, 2 * place + index, *rest], importer.out(node))
-        for index, part in enumerate(parts)
-    ]
-    return Complex(*made) if isinstance(value, Complex) else made[0]
+        for index, part in enumerate(parts_of(value))
+    )

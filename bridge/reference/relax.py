@@ -1,7 +1,7 @@
 """Relax interpreter: a function and tensors → results and values, operator by operator on torch.
 
-TVM runs an operator that :mod:`bridge.reference.relax_operators` does not define: its default legalization, in the
-Relax VM. Library functions are torch's kernels, as in compiled programs.
+:mod:`bridge.reference.relax_operators` defines the operators. Library functions are torch's kernels, as in compiled
+programs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import tvm
-from tvm import relax
 from tvm.tirx import FloatImm, IntImm
 
 from autodiff.dropout import keep_scale
@@ -21,7 +19,6 @@ from autodiff.ir import (
     Constant,
     Expr,
     Function,
-    IRModule,
     ShapeExpr,
     StringImm,
     TensorType,
@@ -30,7 +27,6 @@ from autodiff.ir import (
     TupleType,
     Var,
     bindings,
-    build_function,
     dtype,
     library_name,
     op_name,
@@ -61,7 +57,7 @@ def interpret(function: Function, inputs: Sequence[torch.Tensor]) -> Interpreted
 
     Raises:
         ValueError: a wrong number, shape or dtype of inputs.
-        NotImplementedError: an operator that neither torch's definition nor TVM's legalization computes.
+        NotImplementedError: an operator without a definition.
     """
     params = list(function.params)
     dropouts = sum(op_name(value) == _DROPOUT and 0 < float(value.attrs.rate) < 1 for _, value in bindings(function))
@@ -139,7 +135,7 @@ def _compute(value: Expr, env: Mapping[Var, Any], masks: Iterator[torch.Tensor])
         return _dropout(value, arguments[0], masks)
     meaning = OPERATORS.get(name)
     if meaning is None:
-        return _legalized(value, env)
+        raise NotImplementedError(f"{name} has no reference semantics")
     declared = shape(value) if isinstance(value.ty, TensorType) else None
     return meaning(value, declared, *arguments)
 
@@ -157,30 +153,6 @@ def _dropout(call: Call, x: torch.Tensor, masks: Iterator[torch.Tensor]) -> tupl
         raise ValueError("a dropout without a mask: give the masks behind the function's parameters")
     noise = mask.to(x.dtype) * keep_scale(rate, str(x.dtype).removeprefix("torch."))
     return x * noise.to(x.dtype), mask
-
-
-def _legalized(call: Call, env: Mapping[Var, Any]) -> Any:
-    """Runs one operator by TVM."""
-    params: dict[Var, Var] = {}
-
-    def parameter(arg: Expr) -> Expr:
-        if isinstance(arg, Tuple):
-            return Tuple([parameter(field) for field in arg.fields])
-        return params.setdefault(arg, Var(f"x{len(params)}", arg.ty)) if isinstance(arg, Var) else arg
-
-    inner = Call(call.op, [parameter(arg) for arg in call.args], call.attrs, call.ty_args, ret_ty=call.ty)
-    result = Var("y", call.ty)
-    function = build_function(list(params.values()), [(result, inner)], [result])
-    module = IRModule({"main": function.with_attr("global_symbol", "main")})
-    try:
-        machine = relax.VirtualMachine(tvm.compile(module, "llvm"), tvm.device(HOST.type))
-    except tvm.error.TVMError as error:
-        raise NotImplementedError(f"{call.op.name}: neither spelled out in torch nor legalized by TVM") from error
-    tensors = [env[var].detach().to(HOST).contiguous() for var in params]
-    (made,) = machine["main"](*tensors)
-    fields = list(made) if isinstance(call.ty, TupleType) else [made]
-    converted = tuple(torch.from_dlpack(field).clone().to(current_device()) for field in fields)
-    return converted if isinstance(call.ty, TupleType) else converted[0]
 
 
 def _scan(call: Call, env: Mapping[Var, Any]) -> tuple[torch.Tensor, ...]:

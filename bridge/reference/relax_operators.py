@@ -93,6 +93,12 @@ def _strided_slice(
     return x[tuple(index)]
 
 
+def _pad(call: Call, shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+    widths = [int(width) for width in call.attrs.pad_width]
+    last_first = [width for axis in reversed(range(x.dim())) for width in widths[2 * axis : 2 * axis + 2]]
+    return F.pad(x, last_first, str(call.attrs.pad_mode), float(call.attrs.pad_value))
+
+
 def _concat(call: Call, shape: Sequence[int], parts: tuple) -> torch.Tensor:
     axis = call.attrs.axis
     return torch.cat([part.reshape(-1) for part in parts] if axis is None else parts, int(axis or 0))
@@ -124,6 +130,7 @@ _MEANINGS: dict[str, Meaning] = {
     "clip": lambda call, shape, x, low, high: torch.clamp(x, low, high),
     **dict.fromkeys(("astype", "wrap_param"), lambda call, shape, x: x.to(_type(call))),
     "grad.no_grad": lambda call, shape, x: x.detach(),
+    "nn.pad": _pad,
     "nn.relu": _of_elements(torch.relu),
     "nn.silu": _of_elements(F.silu),
     "nn.gelu": _of_elements(F.gelu),
