@@ -8,9 +8,9 @@ from partition.cost import Cost
 from partition.cut import STRATEGIES, Partitioned, partition, rebuild_backward
 from partition.graph import Choice, JointGraph, Node, Strategy, build_graph
 from partition.min_cut import BUDGETS, MinCut, Point, curve
-from partition.plan import Plan, RecomputeAll, SaveAll, Saved, bytes_text, coloring
+from partition.plan import Plan, RecomputeAll, SaveAll, Saved, bytes_text, coloring, columns
 from partition.scans import differentiable_scans
 
 __all__ = ["BUDGETS", "STRATEGIES", "Choice", "Cost", "JointGraph", "MinCut", "Node", "Partitioned", "Plan", "Point"]
-__all__ += ["RecomputeAll", "SaveAll", "Saved", "Strategy", "build_graph", "bytes_text", "coloring", "curve"]
-__all__ += ["differentiable_scans", "fewest_bytes", "partition", "rebuild_backward"]
+__all__ += ["RecomputeAll", "SaveAll", "Saved", "Strategy", "build_graph", "bytes_text", "coloring", "columns"]
+__all__ += ["curve", "differentiable_scans", "fewest_bytes", "partition", "rebuild_backward"]

@@ -11,7 +11,7 @@ wider type as the mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tvm
@@ -183,26 +183,21 @@ class Plan:
         """Bytes of all values that the backward reads from the forward, free ones included."""
         return self.bytes + sum(saved.bytes for saved in self.free)
 
+    @property
+    def by_size(self) -> list[Saved]:
+        """The captures, the largest first, then the free values."""
+        return [*sorted(self.captures, key=lambda saved: -saved.bytes), *self.free]
+
     def table(self) -> str:
         """The plan as text: a row per saved value, largest capture first, then totals and notes."""
-        ordered = [*sorted(self.captures, key=lambda saved: -saved.bytes), *self.free]
         rows = [("value", "module", "shape", "dtype", "bytes", "kind", "why")]
-        for saved in ordered:
+        for saved in self.by_size:
             shape = "x".join(map(str, saved.shape)) or "scalar"
             named = saved.name, saved.module_path, shape, saved.dtype
             rows.append((*named, bytes_text(saved), saved.kind, saved.reason))
         if not any(row[1] for row in rows[1:]):
             rows = [row[:1] + row[2:] for row in rows]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-        numbers = len(widths) - 2
-        lines = []
-        for row in rows:
-            cells = [
-                cell.rjust(width) if column == numbers else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=False))
-            ]
-            lines.append("  ".join([*cells, row[-1]]).rstrip())
-        return "\n".join([*lines, "", self.summary()])
+        return "\n".join([*columns(rows, right=[len(rows[0]) - 3]), "", self.summary()])
 
     def summary(self) -> str:
         """Totals saved and recomputed, compared with the extremes, and the notes: a few lines."""
@@ -218,6 +213,18 @@ class Plan:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """A line per row, its cells aligned in columns, those of ``right`` to the right; the last column is not padded."""
+    widths = [*(max(map(len, cells)) for cells in list(zip(*rows, strict=True))[:-1]), 0]
+    return [
+        "  ".join(
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def bytes_text(held: Saved | Plan) -> str:

@@ -7,6 +7,7 @@ none. Each raises torch's error for an index outside of its tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,58 +78,29 @@ def index_put(x, values, dims, indices, accumulate):
     return aten.index_put(x, _at(x.dim(), dims, indices), values, bool(accumulate))
 
 
-for _name in ("index_select", "index_add", "index_copy"):
-    library_function(_name)(getattr(VF, _name))
-
-
-@library_function("sort")
-def sort(x, axis, descending, stable):
-    return tuple(VF.sort(x, dim=axis, descending=bool(descending), stable=bool(stable)))
-
-
-@library_function("topk")
-def topk(x, axis, k, largest, sorted_):
-    return tuple(VF.topk(x, k, axis, bool(largest), bool(sorted_)))
-
-
-@library_function("kthvalue")
-def kthvalue(x, axis, k):
-    return tuple(VF.kthvalue(x, k, axis, keepdim=True))
-
-
-@library_function("cummax")
-def cummax(x, axis):
-    return tuple(VF.cummax(x, axis))
-
-
-@library_function("cummin")
-def cummin(x, axis):
-    return tuple(VF.cummin(x, axis))
+def _several(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch that returns a named tuple, as one that returns a plain tuple."""
+    return lambda *arguments: tuple(function(*arguments))
 
 
 def _along(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function along an axis, which it keeps as extent 1."""
-    return lambda x, axis: tuple(function(x, axis, keepdim=True))
+    return _several(lambda x, axis: function(x, axis, keepdim=True))
 
 
-for _name in ("max", "min", "median", "nanmedian", "mode"):
-    library_function(f"{_name}_dim")(_along(getattr(VF, _name)))
+_ALIKE = "index_select index_add index_copy erfc exp2 atan2 fmod remainder".split()
 
-
-for _name in ("erfc", "exp2", "atan2", "fmod", "remainder"):
-    library_function(_name)(getattr(VF, _name))
-
-
-@library_function("divide_floor")
-def divide_floor(a, b):
-    """The quotient, rounded down."""
-    return VF.div(a, b, rounding_mode="floor")
-
-
-@library_function("divide_trunc")
-def divide_trunc(a, b):
-    """The quotient, rounded towards zero."""
-    return VF.div(a, b, rounding_mode="trunc")
+for _name, _function in {
+    **{name: getattr(VF, name) for name in _ALIKE},
+    "divide_floor": partial(VF.div, rounding_mode="floor"),
+    "divide_trunc": partial(VF.div, rounding_mode="trunc"),
+    **{name: _several(getattr(VF, name)) for name in ("cummax", "cummin")},
+    **{f"{name}_dim": _along(getattr(VF, name)) for name in ("max", "min", "median", "nanmedian", "mode")},
+    "sort": _several(lambda x, axis, down, stable: VF.sort(x, dim=axis, descending=bool(down), stable=bool(stable))),
+    "topk": _several(lambda x, axis, k, largest, in_order: VF.topk(x, k, axis, bool(largest), bool(in_order))),
+    "kthvalue": _several(lambda x, axis, k: VF.kthvalue(x, k, axis, keepdim=True)),
+}.items():
+    library_function(_name)(_function)
 
 
 @library_function("binary_cross_entropy", aten.binary_cross_entropy)

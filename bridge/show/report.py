@@ -16,7 +16,7 @@ from bridge.compile import CallLibrary, Instruction, Launch, Program, RunLoop
 from bridge.dispatch import CallStep, Entry, PartStats, stats
 from bridge.lowering import LoweredCall, Origin, folded, megabytes
 from bridge.show.program_picture import ROOT, ProgramReport, StepRow
-from partition import Plan, bytes_text
+from partition import Plan, bytes_text, columns
 
 #: Characters of a line, and of a cell, in the short form.
 WIDTH, _CELL = 118, 34
@@ -40,14 +40,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]], full: bool, right:
     if not full:
         tails = [[cell if len(cell) <= _CELL else "..." + cell[3 - _CELL :] for cell in row[:-1]] for row in rows]
         rows = [(*tail, row[-1]) for tail, row in zip(tails, rows, strict=True)]
-    everything = [head, *rows]
-    widths = [max(len(row[column]) for row in everything) for column in range(len(head))]
-    widths[-1] = 0
-    lines = []
-    for row in everything:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append(cut(f"    {'  '.join(cells)}".rstrip(), full))
-    return lines
+    return [cut(f"    {line}", full) for line in columns([head, *rows], right)]
 
 
 _STATE_BYTES = 16
@@ -214,7 +207,7 @@ class EntryReport:
             out += lines[:1]
             for line, row in zip(lines[1:], rows, strict=True):
                 out += [line, cut(f"        {row[-1]}", full)]
-            left = _ordered(plan)[len(rows) : len(plan.captures)]
+            left = plan.by_size[len(rows) : len(plan.captures)]
             if left:
                 rest = megabytes(sum(saved.bytes for saved in left))
                 out.append(f"    ... {len(left)} more, {rest}; and {len(plan.free)} values that live anyway")
@@ -225,10 +218,6 @@ def _saved_bytes(plan: Plan) -> str:
     """``"1.2 MB"``, for the sample's sizes; with dynamic shapes followed by the formula."""
     formula = f" = {plan.size} bytes" if isinstance(plan.size, Extent) else ""
     return f"{megabytes(plan.bytes)}{formula}"
-
-
-def _ordered(plan: Plan) -> list:
-    return [*sorted(plan.captures, key=lambda saved: -saved.bytes), *plan.free]
 
 
 def saved_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -242,7 +231,7 @@ def saved_rows(plan: Plan) -> list[tuple[str, ...]]:
             saved.kind,
             saved.reason,
         )
-        for saved in _ordered(plan)
+        for saved in plan.by_size
     ]
 
 
