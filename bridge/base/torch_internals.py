@@ -116,6 +116,17 @@ class _Aten:
 
 
 aten = _Aten()
+
+
+def overload_named(name: str) -> Any:
+    """The operator's overload of a name such as ``"aten.add.Tensor"``; ``ValueError`` if this torch lacks it."""
+    try:
+        namespace, packet, overload = name.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"there is no operator {name}") from error
+
+
 linear_pointwise: Any = find("torch.ops.mkldnn._linear_pointwise", None)
 """oneDNN's linear layer ``(x, weight, bias, "none", [], "")``, or ``None`` in a build without oneDNN."""
 bfloat16_in_onednn: Callable[[], bool] = find("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)

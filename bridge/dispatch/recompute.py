@@ -18,7 +18,7 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.errors import RUN, GuardFailure, is_final
-from bridge.base.torch_internals import VF
+from bridge.base.torch_internals import VF, overload_named
 from bridge.capture import (
     LITERAL,
     SIZE_OPERATORS,
@@ -107,8 +107,7 @@ def _operator(operation: OperatorCall) -> Callable[..., Any]:
         return lambda *_: made
     if operation.name in SIZE_OPERATORS:
         return SIZE_OPERATORS[operation.name]
-    namespace, name, overload = operation.name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return overload_named(operation.name)
 
 
 @dataclass(frozen=True)

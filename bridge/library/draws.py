@@ -9,7 +9,7 @@ import torch
 
 from bridge.base.generators import offset_of, own_at
 from bridge.base.tensor_properties import laid_out
-from bridge.base.torch_internals import VF, schema
+from bridge.base.torch_internals import VF, overload_named, schema
 from bridge.capture import SLOPE_DRAWS, with_generator
 from bridge.library.registry import library_function
 
@@ -43,8 +43,7 @@ def _drawn(name, description, generator, given):
 
     Parameters keep eager's dtypes, which decide the bits, also where a check computes everything else in float64.
     """
-    _, packet, overload = name.split(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload)
+    operator = overload_named(name)
     tensors = [each for each in given if isinstance(each, torch.Tensor)]
     sizes = next((each for each in given if not isinstance(each, torch.Tensor)), ())
     described = json.loads(description, object_hook=lambda value: sizes[value["$size"]] if "$size" in value else value)

@@ -15,7 +15,7 @@ import torch
 
 from bridge.base.session import SESSION
 from bridge.base.tensor_properties import as_parts
-from bridge.base.torch_internals import VF, aten, linear_pointwise, storage_id
+from bridge.base.torch_internals import VF, aten, linear_pointwise, overload_named, storage_id
 from bridge.capture import apply_opaque, backward_opaque, exchange
 from bridge.library.convolution import move, pad_into
 from bridge.library.registry import library_function, out_function, out_kernel
@@ -46,9 +46,8 @@ def waits_for_the_device(name: str, attributes: Sequence[Any]) -> str | None:
 @functools.lru_cache(maxsize=1024)
 def _parsed(name: str, arguments: str) -> tuple[Callable[..., Any], list, list[int]]:
     """An ATen operator, its arguments and keywords, and the saved results, from names and JSON."""
-    namespace, packet, overload = name.split(".")
     args, kwargs, *saved = json.loads(arguments)
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload), [args, kwargs], saved[0] if saved else []
+    return overload_named(name), [args, kwargs], saved[0] if saved else []
 
 
 def _filled(value: Any, tensors: Sequence[torch.Tensor]) -> Any:

@@ -34,7 +34,7 @@ from bridge.artifact import (
 from bridge.aten import Imported
 from bridge.base.devices import working_for
 from bridge.base.torch_fakes import fake_mode
-from bridge.base.torch_internals import OpOverload, pytree
+from bridge.base.torch_internals import OpOverload, overload_named, pytree
 from bridge.capture import (
     OWN,
     PART_OF,
@@ -119,14 +119,6 @@ def _target(node: fx.Node) -> Any:
     raise NoFormError(f"{node.op} of {node.target}")
 
 
-def _called(name: str) -> OpOverload:
-    try:
-        namespace, packet, overload = name.split(".")
-        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"there is no operator {name}") from error
-
-
 def _meta(node: fx.Node) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if isinstance(stack := node.meta.get("stack_trace"), str):
@@ -144,7 +136,7 @@ def _meta(node: fx.Node) -> dict[str, Any]:
 
 written(Cost, OperatorCall, Plan, PreCallExpression, Saved, StepMasks, ValueIndex, _Layout)
 written_as(fx.Node, "Node", ("name",), lambda node: (node.name,))
-written_as(OpOverload, "OpOverload", ("name",), lambda op: (str(op),), _called)
+written_as(OpOverload, "OpOverload", ("name",), lambda op: (str(op),), overload_named)
 written_like(immutable_list, list)
 written_like(immutable_dict, dict)
 

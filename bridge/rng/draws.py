@@ -18,7 +18,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import RUN, GuardFailure, Unsupported, UnsupportedModule
 from bridge.base.generators import default_generator, generator_device
 from bridge.base.tensor_properties import as_parts
-from bridge.base.torch_internals import VF, no_torch_function, schema
+from bridge.base.torch_internals import VF, no_torch_function, overload_named, schema
 from bridge.capture import Draw, StepMasks, with_generator
 from bridge.rng import cpu as mt19937
 from bridge.rng.computed import NATIVE_DROPOUT, AttentionMask, FusedDropout, FusedSteps
@@ -241,8 +241,7 @@ def _replay(draw: Draw, module_name: str) -> _Maker:
         return FusedSteps(draw).draw
     if draw.is_attention_mask:
         return AttentionMask(draw).draw
-    _, name, overload = draw.op.split(".")
-    operator = getattr(getattr(torch.ops.aten, name), overload)
+    operator = overload_named(draw.op)
     first = schema(operator).arguments[0]
     takes_tensor = str(first.type) == "Tensor"
     if len(schema(operator).returns) != 1 or with_generator(operator) is None:
