@@ -35,7 +35,7 @@ from bridge.base.torch_internals import (
     pytree,
     storage_id,
 )
-from bridge.base.torch_script import ScriptFunction, run_unfused
+from bridge.base.torch_recording import ScriptFunction, run_unfused
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.custom_functions import Overwritten, function_running
 from bridge.capture.higher_order import HigherOrder, TorchFunctions

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 import autodiff
 from autodiff import Body, inference
+from autodiff.attention import spell_attention
 from autodiff.errors import UndifferentiableOp
 from autodiff.ir import Expr, Function, bindings, op_name, results
 from autodiff.lazy import cached_property
@@ -355,7 +356,7 @@ def freeze_call(lowered: LoweredCall) -> FrozenCall:
 def _passes(lowered: LoweredCall) -> Iterator[Callable[[autodiff.Body, int], None]]:
     """The inference passes for the device of a call, in order."""
     if lowered.captured.device == HOST or not products_are_tf32():
-        yield inference.spell_attention
+        yield spell_attention
     yield from inference.PASSES
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from tvm import relax
 
-from autodiff.inference import spell_attention
+from autodiff.attention import spell_attention
 from autodiff.ir import StringImm, bindings, library_name
 from autodiff.library import call
 from tests.autodiff.evaluate import evaluate, function, tensor_type

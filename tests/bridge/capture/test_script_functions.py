@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.base.torch_script import ScriptFunction, run_unfused
+from bridge.base.torch_recording import ScriptFunction, run_unfused
 from tests.bridge.models import Applied
 
 
