@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tvm.relax import op
 
-from autodiff.gradients.registry import Emit, const, fit, gradient, library_gradient, zeros_like
+from autodiff.gradients.registry import Emit, const, fit, gradient, zeros_like
 from autodiff.ir import Call, Constant, Expr, Var, dtype, is_float, numpy_value
 
 _CONSTANT = "floor ceil round trunc sign isnan isinf isfinite logical_not bitwise_not equal not_equal less less_equal"
@@ -19,8 +19,7 @@ _CONSTANT += " greater greater_equal logical_and logical_or logical_xor bitwise_
 _CONSTANT += " full full_like zeros_like ones_like"
 
 
-@library_gradient("library.divide_trunc", "library.divide_floor")
-@gradient(*(f"relax.{name}" for name in _CONSTANT.split()))
+@gradient("library.divide_trunc", "library.divide_floor", *(f"relax.{name}" for name in _CONSTANT.split()))
 def without_gradient(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
     """0: the result is piecewise constant, no float, or depends on the shapes alone (a fill is not differentiated)"""
     return [None] * len(call.args)
@@ -28,9 +27,8 @@ def without_gradient(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
 
 def _unary(name: str, derivative: Callable[[Expr, Var, Emit], Expr], wide: bool = True) -> None:
     """Registers ``dx = g * derivative(x, y)``."""
-    register = library_gradient if name.startswith("library.") else gradient
 
-    @register(name, wide=wide)
+    @gradient(name, wide=wide)
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
         return [g * derivative(call.args[0], y, emit)]
 

@@ -11,7 +11,7 @@ from tvm import relax
 from tvm.relax import op
 
 from autodiff.extents import Dim, Extent
-from autodiff.gradients.registry import Emit, checks, const, fit, library_gradient, zeros_like
+from autodiff.gradients.registry import Emit, checks, const, fit, gradient, zeros_like
 from autodiff.ir import (
     Call,
     Constant,
@@ -36,7 +36,7 @@ _TO_FRONT, _TO_BACK = (0, 3, 1, 2), (0, 2, 3, 1)
 """Axis orders: channels from the last to the second place, and back."""
 
 
-@library_gradient("library.embedding")
+@gradient("library.embedding")
 def embedding(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dweight[v] = sum of g over the positions where indices = v, but padding_idx"""
     weight, indices, padding_idx, scale_grad_by_freq = call.args
@@ -44,7 +44,7 @@ def embedding(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [library_call("embedding_backward", args, weight.ty), None, None, None]
 
 
-@library_gradient("library.scaled_dot_product_flash_attention")
+@gradient("library.scaled_dot_product_flash_attention")
 def scaled_dot_product_flash_attention(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dq, dk, dv of out = dropout(softmax(q k^T scale + mask)) v (Dao et al., 2022); only ``out`` has a gradient."""
     q, k, v, *rest = call.args
@@ -59,13 +59,13 @@ def scaled_dot_product_flash_attention(call: Call, y: Var, g: Var, emit: Emit) -
     return [TupleGetItem(grads, 0), TupleGetItem(grads, 1), TupleGetItem(grads, 2)] + [None] * len(rest)
 
 
-@library_gradient("library.attention")
+@gradient("library.attention")
 def attention(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dq, dk, dv for a kernel chosen by name; ``out`` and all gradients are [batch, row, head, column]."""
     return _attention("attention_backward", call, y, g, emit)
 
 
-@library_gradient("library.dropping_attention")
+@gradient("library.dropping_attention")
 def dropping_attention(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dq, dk, dv as for ``attention``; the backward kernel repeats the forward's dropout from the generator's state"""
     return _attention("dropping_attention_backward", call, y, g, emit)
@@ -117,7 +117,7 @@ def _as_given(name: str, value: Expr, emit: Emit) -> Expr:
 
 
 def _convolution(name: str) -> None:
-    @library_gradient(f"library.{name}")
+    @gradient(f"library.{name}")
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
         """dx and dweight, each a library call of its own, so that one can be had without the other"""
         x, weight, *geometry = call.args
@@ -127,7 +127,7 @@ def _convolution(name: str) -> None:
         return [dx, _of_images(f"{name}_backward_weight", args, weight, emit)] + [None] * len(geometry)
 
 
-@library_gradient("library.matmul_bias")
+@gradient("library.matmul_bias")
 def matmul_bias(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = g w^T, dw = x^T g, of g as a matrix, db = the sum of its rows"""
     x, w, bias, _ = call.args
@@ -139,7 +139,7 @@ def matmul_bias(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 
 
 def _max_pool(name: str) -> None:
-    @library_gradient(f"library.{name}")
+    @gradient(f"library.{name}")
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
         """dx = zeros with g added at the positions of the maxima, which are the second result"""
         x, *geometry = call.args
@@ -149,7 +149,7 @@ def _max_pool(name: str) -> None:
 
 
 def _weighted(name: str) -> None:
-    @library_gradient(f"library.{name}")
+    @gradient(f"library.{name}")
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
         """dx = g shared among the elements of each window, or summed with the interpolation's weights"""
         x, *options = call.args
@@ -166,14 +166,14 @@ for _name in ("avg_pool", "adaptive_avg_pool", "upsample"):
     _weighted(f"{_name}_last")
 
 
-@library_gradient("library.index")
+@gradient("library.index")
 def index(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = zeros with g added at the indices"""
     x, dims, indices = call.args
     return [library_call("index_backward", [g, ShapeExpr(shape(x)), dims, indices], x.ty), None, None]
 
 
-@library_gradient("library.index_select")
+@gradient("library.index_select")
 def index_select(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = zeros with the slices of g added at the indices; as a sum of few slices where the indices are known"""
     x, axis, index = call.args
@@ -217,14 +217,14 @@ def _sum_of_slices(x: Expr, axis: int, slices: list[tuple[np.ndarray, np.ndarray
     return functools.reduce(lambda total, part: emit(op.add(total, part)), parts)
 
 
-@library_gradient("library.index_add")
+@gradient("library.index_add")
 def index_add(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = g; dsource = the slices of g at the indices"""
     _, axis, index, source = call.args
     return [g, None, None, library_call("index_select", [g, axis, index], source.ty)]
 
 
-@library_gradient("library.index_copy")
+@gradient("library.index_copy")
 def index_copy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = g, zero where overwritten; dsource = the slices of g at the indices"""
     x, axis, index, source = call.args
@@ -233,7 +233,7 @@ def index_copy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 
 
 def _recurrent(name: str) -> None:
-    @library_gradient(f"library.{name}")
+    @gradient(f"library.{name}")
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
         """dx, the gradients of weights and states: backpropagation through time gives all at once"""
         options, states, *tensors = call.args
@@ -249,13 +249,13 @@ _recurrent("recurrent_layer")
 _recurrent("recurrent_layers")
 
 
-@library_gradient("library.draw")
+@gradient("library.draw")
 def draw(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """No gradient, except for a standard gamma (implicit reparameterization: Figurnov et al., 2018)"""
     return _gamma(call, emit(TupleGetItem(y, 0)), emit(TupleGetItem(g, 0)), 3, emit)
 
 
-@library_gradient("library.draw_at_offset")
+@gradient("library.draw_at_offset")
 def draw_at_offset(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """The gradient of :func:`draw`, for a draw that returns no next state"""
     return _gamma(call, y, g, 4, emit)
@@ -278,14 +278,14 @@ def _operator(name: str, arguments: Sequence[object], tensors: Sequence[Expr], t
     return library_call("operator", [StringImm(f"aten.{name}.default"), StringImm(text), *tensors], ty)
 
 
-@library_gradient("library.log1p", wide=True)
+@gradient("library.log1p", wide=True)
 def log1p(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = g / (1 + x)"""
     (x,) = call.args
     return [g / (const(1, x) + x)]
 
 
-@library_gradient("library.index_put")
+@gradient("library.index_put")
 def index_put(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = g, zero where overwritten; dvalues = g at the indices"""
     x, values, dims, indices, accumulate = call.args
@@ -301,7 +301,7 @@ _PICKING = ("sort", "topk", "kthvalue", "cummax", "cummin")
 _PICKING_ALONG = ("max_dim", "min_dim", "median_dim", "nanmedian_dim", "mode_dim")
 
 
-@library_gradient(*(f"library.{name}" for name in (*_PICKING, *_PICKING_ALONG)))
+@gradient(*(f"library.{name}" for name in (*_PICKING, *_PICKING_ALONG)))
 def picking(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = zeros with g added where each value came from, which is the second result"""
     x, axis, *rest = call.args
@@ -310,7 +310,7 @@ def picking(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [op.scatter_elements(zeros, positions, grad, int(axis.value), "add"), None, *[None] * len(rest)]
 
 
-@library_gradient("library.atan2")
+@gradient("library.atan2")
 def atan2(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """da = g b / (a^2 + b^2); db = -g a / (a^2 + b^2); 0 where both are 0"""
     a, b = call.args
@@ -320,7 +320,7 @@ def atan2(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 
 
 def _modulo(name: str, quotient: str) -> None:
-    @library_gradient(f"library.{name}")
+    @gradient(f"library.{name}")
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
         """da = g; db = -g q, where q is the quotient, rounded towards zero or down"""
         return [g, op.negative(g) * emit(library_call(quotient, list(call.args), y.ty))]
@@ -330,7 +330,7 @@ _modulo("fmod", "divide_trunc")
 _modulo("remainder", "divide_floor")
 
 
-@library_gradient("library.binary_cross_entropy")
+@gradient("library.binary_cross_entropy")
 def binary_cross_entropy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = g (x - t) / max(x (1 - x), 1e-12); dt = g (log(1 - x) - log(x))"""
     x, target = call.args
@@ -340,14 +340,14 @@ def binary_cross_entropy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     return [emit(g * emit(x - target)) / bounded, g * difference]
 
 
-@library_gradient("library.collective")
+@gradient("library.collective")
 def collective(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = the collective that undoes it, on the gradient"""
     x, does, undoes, *group = call.args
     return [library_call("collective", [g, undoes, does, *group], x.ty), None, None, None, None]
 
 
-@library_gradient("library.operator")
+@gradient("library.operator")
 def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx_i = the library's vector-Jacobian product, one call per tensor, so that unused ones can be dropped"""
     name, arguments, *tensors = call.args
@@ -413,7 +413,7 @@ _FOURIER = {"aten._fft_c2c.default": _of_c2c, "aten._fft_r2c.default": _of_r2c, 
 """Linear operators whose gradient is another transform, with torch's formulas."""
 
 
-@library_gradient("library.custom_gradient")
+@gradient("library.custom_gradient")
 def custom_gradient(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx_i = the user's own gradient of input i, given the gradients of the outputs (:mod:`autodiff.differentiate`)"""
     count, *rest = call.args
@@ -424,19 +424,19 @@ def custom_gradient(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]
     return [None, *partials, *[None] * (len(gradients) + len(tangents))]
 
 
-@library_gradient("library.overwritten")
+@gradient("library.overwritten")
 def overwritten(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = g"""
     return [g, None, None]
 
 
-@library_gradient("library.with_derivative")
+@gradient("library.with_derivative")
 def with_derivative(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = 0, dlinear = g: the value of the first with the derivative of the second"""
     return [None, g]
 
 
-@library_gradient(NAME)
+@gradient(NAME)
 def scan(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """Backpropagation through time: a scan in the opposite order"""
     found = partials_of_scan(call, y, g, emit)

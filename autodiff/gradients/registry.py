@@ -19,7 +19,7 @@ from autodiff.ir import Call, Expr, TensorType, Tuple, Var, axes_of, compute_typ
 from autodiff.typed import TypedBuilder
 
 __all__ = ["Emit", "GradientRule", "checks", "const", "differentiable", "fit", "gradient", "keep_axes"]
-__all__ += ["library_gradient", "padded", "partials", "sum_over", "unsupported", "zeros_like"]
+__all__ += ["padded", "partials", "sum_over", "unsupported", "zeros_like"]
 
 
 Emit = Callable[[Expr], Var]
@@ -28,14 +28,14 @@ GradientRule = Callable[[Call, Var, Var, Emit], Sequence[Expr | None]]
 Check = Callable[[Call, Collection[Var]], str | None]
 
 RULES: dict[str, GradientRule] = {}
-LIBRARY_RULES: dict[str, GradientRule] = {}
 CHECKS: dict[str, Check] = {}
 
 _HALF = ("float16", "bfloat16")
 
 
 def gradient(*names: str, wide: bool = False) -> Callable[[GradientRule], GradientRule]:
-    """Registers a rule for operators; TVM's own rules, some of which are wrong, are not used.
+    """Registers a rule for operators and library functions (``"library.embedding"``), for which ``call.args`` excludes
+    the function's name. TVM's own rules, some of which are wrong, are not used.
 
     ``wide``: for half types the rule sees everything cast to float32 and its results are cast back, so that a formula
     of several operations is rounded once, as in the numerical libraries.
@@ -49,20 +49,9 @@ def gradient(*names: str, wide: bool = False) -> Callable[[GradientRule], Gradie
     return add
 
 
-def library_gradient(*names: str, wide: bool = False) -> Callable[[GradientRule], GradientRule]:
-    """Registers a rule for library functions (``"library.embedding"``); ``call.args`` excludes the function's name."""
-
-    def add(rule: GradientRule) -> GradientRule:
-        for name in names:
-            LIBRARY_RULES[name] = _in_float32(rule) if wide else rule
-        return rule
-
-    return add
-
-
 def differentiable(value: Expr) -> bool:
     """Whether a call has a gradient rule."""
-    return op_name(value) in RULES or library_name(value) in LIBRARY_RULES
+    return (library_name(value) or op_name(value)) in RULES
 
 
 def unsupported(value: Call, active: Collection[Var]) -> str | None:
@@ -84,7 +73,7 @@ def checks(*names: str) -> Callable[[Check], Check]:
 def partials(var: Var, call: Call, gradient: Var, typed: TypedBuilder) -> list[tuple[Expr, Expr | None]]:
     """The arguments of a call, bound to ``var``, each with its gradient; ``None`` where no gradient flows."""
     name = library_name(call)
-    rule = RULES[op_name(call)] if name is None else LIBRARY_RULES[name]
+    rule = RULES[name or op_name(call)]
     if name is not None:  # a rule sees the arguments after the function's name
         call = Call(call.op, call.args[1:], call.attrs, ret_ty=var.ty)
     args = list(call.args)

@@ -18,7 +18,6 @@ from autodiff.gradients.registry import (
     fit,
     gradient,
     keep_axes,
-    library_gradient,
     padded,
     zeros_like,
 )
@@ -272,7 +271,7 @@ def _as_matrix(x: Expr, emit: Emit) -> Expr:
     return x if len(rows) == 1 else emit(op.reshape(x, (math.prod(rows), columns)))
 
 
-@library_gradient("library.normalize", wide=True)
+@gradient("library.normalize", wide=True)
 def normalize(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = rstd (g - mean(g) - y mean(g y)), where y = (x - mean(x)) rstd; without mean(g) where y = x rstd
 

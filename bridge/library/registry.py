@@ -56,31 +56,23 @@ DRAWS = DRAWS_AT_OFFSET | REDRAWS | {"draw"}
 
 def library_function(name: str, *operators: object) -> Callable[[Function], Function]:
     """Registers the function of ``library.<name>``, unless this version of torch lacks one of the ``operators``."""
-
-    def register(function: Function) -> Function:
-        if not any(isinstance(operator, AbsentOperator) for operator in operators):
-            FUNCTIONS[_unused(name)] = function
-        return function
-
-    return register
+    return _added(FUNCTIONS, _unused(name), operators)
 
 
 def into_given(name: str, *operators: object) -> Callable[[Function], Function]:
     """Registers a variant of ``library.<name>`` that writes into given tensors, if torch has the ``operators``."""
-
-    def register(function: Function) -> Function:
-        if not any(isinstance(operator, AbsentOperator) for operator in operators):
-            INTO_GIVEN[name] = function
-        return function
-
-    return register
+    return _added(INTO_GIVEN, name, operators)
 
 
 def out_kernel(name: str) -> Callable[[Function], Function]:
     """Registers a kernel that writes into given tensors; its attributes are plain data."""
+    return _added(OUT_KERNELS, _unused(name))
 
+
+def _added(table: dict[str, Function], name: str, operators: Sequence[object] = ()) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
-        OUT_KERNELS[_unused(name)] = function
+        if not any(isinstance(operator, AbsentOperator) for operator in operators):
+            table[name] = function
         return function
 
     return register

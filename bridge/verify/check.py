@@ -15,20 +15,18 @@ from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import pytree
 from bridge.lowering import Foldable, LoweredCall
 from bridge.reference import InterpretedRun, interpret, interpret_graph
-from bridge.verify.culprit import (
+from bridge.verify.inputs import (
     Culprit,
+    Reference,
+    backward_inputs,
     compiled_on,
+    copied,
+    deviation,
+    eager_reference,
     first_difference,
     first_wrong_gradient,
     first_wrong_kernel,
     first_wrong_node,
-)
-from bridge.verify.inputs import (
-    Reference,
-    backward_inputs,
-    copied,
-    deviation,
-    eager_reference,
     largest,
     sample_of,
     tolerance,

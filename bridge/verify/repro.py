@@ -17,8 +17,7 @@ from bridge.base.devices import HOST, devices_of
 from bridge.lowering import LoweredCall, cleaned_and_named
 from bridge.reference import interpret
 from bridge.verify.check import BEFORE, Check, Trace, check, in_dtype, trace
-from bridge.verify.culprit import compiled_on
-from bridge.verify.inputs import deviation, largest
+from bridge.verify.inputs import compiled_on, deviation, largest
 from partition import STRATEGIES, partition
 
 SCRIPT = "repro.py"

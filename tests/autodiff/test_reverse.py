@@ -57,7 +57,7 @@ def _library_and_rules(s, x, w):
 @pytest.fixture(scope="module", autouse=True)
 def rules_of_tvm():
     """TVM's pass takes our rules."""
-    for name, rule in RULES.items():
+    for name, rule in [(name, rule) for name, rule in RULES.items() if name.startswith("relax.")]:
 
         def partials(var, call, gradient, builder, rule=rule):
             found = rule(call, var, gradient, lambda value: value if isinstance(value, Var) else builder.emit(value))
