@@ -1,6 +1,6 @@
 """ATen → Relax with training semantics: one file per family of operators, one function per operator."""
 
-from bridge.aten import (
+from bridge.aten import (  # noqa: F401
     activations,
     any_operator,
     conv,
@@ -14,9 +14,7 @@ from bridge.aten import (
     special,
 )
 from bridge.aten.draws import described_draw
-from bridge.aten.importer import Imported, import_graph
+from bridge.aten.importer import Imported, import_graph, parameter_name
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 
-__all__ = ["CONVERSIONS", "Imported", "UnsupportedUse", "activations", "any_operator", "conv"]
-__all__ += ["custom_functions", "described_draw", "import_graph", "indexing", "nn"]
-__all__ += ["pointwise", "recurrent", "reductions", "shape", "special"]
+__all__ = ["CONVERSIONS", "Imported", "UnsupportedUse", "described_draw", "import_graph", "parameter_name"]

@@ -381,7 +381,7 @@ def _for_promotion(arg: Any) -> Any:
 
 def _parameters(captured: Captured, importer: Importer) -> tuple[list[Var], dict[fx.Node, Any]]:
     types = [
-        (_parameter_name(spec.name), importer.type_of(joined_form(TensorMetadata(spec.shape, spec.dtype))))
+        (parameter_name(spec.name), importer.type_of(joined_form(TensorMetadata(spec.shape, spec.dtype))))
         for spec in captured.module_tensors
     ]
     nodes = [node for node in captured.graph.nodes if node.op == "placeholder"]
@@ -407,7 +407,8 @@ def _parameters(captured: Captured, importer: Importer) -> tuple[list[Var], dict
     return params, env
 
 
-def _parameter_name(path: str) -> str:
+def parameter_name(path: str) -> str:
+    """The name of the parameter for a module's tensor."""
     return "p_" + "".join(c if c.isalnum() else "_" for c in path)
 
 

@@ -11,7 +11,7 @@ of the steps, sums the weights' gradients, and fuses the kernels of a step. Gate
 arithmetic is eager's up to the order of sums. In half types, products and outputs are rounded; the values between
 them, and an LSTM's cell, are float32.
 
-Marks of one step of a loop (``tvm_dispatch::loop_..``) → the library calls that :mod:`autodiff.scan.marks` reads.
+Marks of one step of a loop (``tvm_dispatch::loop_..``) → the library calls that :mod:`autodiff.scan.operator` reads.
 """
 
 from __future__ import annotations

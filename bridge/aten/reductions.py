@@ -6,10 +6,11 @@ import math
 
 from tvm import relax
 
+from autodiff.extents import broadcast
 from autodiff.ir import compute_type, dtype, is_float, shape
 from bridge.aten.activations import times, where, with_derivative, with_slope
 from bridge.aten.any_operator import whole
-from bridge.aten.registry import broadcast_shape, converts, rounds_once
+from bridge.aten.registry import converts, rounds_once
 from bridge.base.torch_internals import aten, schema
 
 op = relax.op
@@ -248,7 +249,7 @@ def _size(importer, x, order):
 @converts(aten.cosine_similarity.default)
 def cosine_similarity(importer, node, a, b, dim=1, eps=1e-8):
     """The sum of products of normalized rows; the gradient ignores the lower bound of the norms."""
-    extents = broadcast_shape(shape(a), shape(b))
+    extents = broadcast([shape(a), shape(b)])
     a, b = (_normalized(importer, importer.expand(each, extents), dim, eps) for each in importer.operands(node, a, b))
     return reduce(importer, op.sum, importer.emit(op.multiply(a, b)), dim, False)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autodiff.extents import Dim, Extent, maximum, minimum
+from autodiff.extents import Dim, Extent, broadcast, maximum, minimum
 from bridge.base.devices import current_device
 from bridge.capture import TensorMetadata
 
@@ -85,19 +85,11 @@ _NO_BOUND = 2**62
 """A slice without an end is traced with the largest integer for one."""
 
 
-def broadcast_shape(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
-    """The shape that compatible shapes broadcast to."""
-    rank = max(map(len, shapes))
-    padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
-    return tuple(next((extent for extent in axis if extent != 1), 1) for axis in zip(*padded, strict=True))
-
-
 def index_shape(shape: Sequence[Dim], axes: Sequence[int], indices: Sequence[Sequence[Dim]]) -> tuple[Dim, ...]:
     """The shape of ``x[..., i, …, j, ...]`` with index tensors of these shapes along ``axes``, by torch's rules."""
-    broadcast = broadcast_shape(*indices)
     rest = [extent for axis, extent in enumerate(shape) if axis not in axes]
     first = axes[0] if list(axes) == list(range(axes[0], axes[0] + len(axes))) else 0
-    return (*rest[:first], *broadcast, *rest[first:])
+    return (*rest[:first], *broadcast(indices), *rest[first:])
 
 
 def lies_elsewhere(node: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from torch import fx
 
 from autodiff import Body
 from autodiff.ir import Function, bindings, used_vars
-from bridge.aten import Imported
+from bridge.aten import Imported, parameter_name
 from bridge.base.log import Stopwatch
 from bridge.base.modes import autocast_to
 from bridge.capture import Captured, where_is
@@ -259,7 +259,7 @@ def _named(captured: Captured, imported: Imported) -> tuple[dict[str, Origin], d
         rank.setdefault(name, position)
 
     position_of = {node: position for position, node in enumerate(captured.graph.nodes)}
-    names = [_parameter(spec.name) for spec in captured.module_tensors]
+    names = [parameter_name(spec.name) for spec in captured.module_tensors]
     for node, position in position_of.items():
         if node.op == "call_function":
             add(node.name, node, position)
@@ -314,7 +314,3 @@ def _backward(body: list[tuple[str, list[str]]], known: dict[str, Origin], rank:
             owner = parameter
         if owner in known:
             known[name] = known[owner]
-
-
-def _parameter(path: str) -> str:
-    return "p_" + "".join(c if c.isalnum() else "_" for c in path)
