@@ -12,7 +12,6 @@ from autodiff.dropout import mask_dropout
 from autodiff.errors import NoGradient, UndifferentiableOp
 from autodiff.layout_propagation import sink_channel_permutes, sink_head_permutes
 from autodiff.normalization import spell_out
-from autodiff.pads import join_pads
 from autodiff.products import fuse_bias_epilogues, join_products
 from autodiff.redundancy import (
     collectives_in_order,
@@ -20,7 +19,7 @@ from autodiff.redundancy import (
     dead_code_elimination,
     unique_names,
 )
-from autodiff.zapp import deduplicate_views, one_zapp, zapp_like, zero_zapp
+from autodiff.zapp import deduplicate_views, join_pads, one_zapp, zapp_like, zero_zapp
 
 __all__ = ["Body", "NoGradient", "UndifferentiableOp", "clean", "collectives_in_order", "fuse_bias_epilogues"]
 __all__ += ["clean_joint", "common_subexpression_elimination", "dead_code_elimination", "sink_channel_permutes"]

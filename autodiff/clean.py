@@ -9,11 +9,10 @@ from autodiff.body import Body, on_functions, rewrite
 from autodiff.dropout import project
 from autodiff.ir import Function
 from autodiff.layout_propagation import sink_channel_permutes
-from autodiff.pads import join_pads
 from autodiff.products import share_sums
 from autodiff.redundancy import common_subexpression_elimination, dead_code_elimination
 from autodiff.reverse import undefined_gradients
-from autodiff.zapp import deduplicate_views, one_zapp, zapp_like, zero_zapp
+from autodiff.zapp import deduplicate_views, join_pads, one_zapp, zapp_like, zero_zapp
 
 
 @on_functions

@@ -25,64 +25,47 @@ def without_gradient(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
     return [None] * len(call.args)
 
 
-def _unary(name: str, derivative: Callable[[Expr, Var, Emit], Expr], wide: bool = True) -> None:
-    """Registers ``dx = g * derivative(x, y)``."""
+def _of_one(name: str, partial: Callable[[Expr, Var, Var], Expr], wide: bool = False) -> None:
+    """Registers ``dx = partial(x, y, g)``."""
 
     @gradient(name, wide=wide)
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-        return [g * derivative(call.args[0], y, emit)]
+        return [partial(call.args[0], y, g)]
 
 
-_unary("relax.sigmoid", lambda x, y, emit: y * (const(1, x) - y))
-_unary("relax.tanh", lambda x, y, emit: const(1, x) - y * y)
-_unary("relax.rsqrt", lambda x, y, emit: const(-0.5, x) * (y * y * y))
-_unary("relax.exp", lambda x, y, emit: y, wide=False)
-_unary("relax.sin", lambda x, y, emit: op.cos(x), wide=False)
-_unary("relax.tan", lambda x, y, emit: const(1, x) + y * y)
-_unary("relax.sinh", lambda x, y, emit: op.cosh(x))
-_unary("relax.cosh", lambda x, y, emit: op.sinh(x))
-_unary("relax.asin", lambda x, y, emit: op.rsqrt(const(1, x) - x * x))
-_unary("relax.acos", lambda x, y, emit: op.negative(op.rsqrt(const(1, x) - x * x)))
-_unary("relax.atan", lambda x, y, emit: const(1, x) / (const(1, x) + x * x))
-_unary("relax.asinh", lambda x, y, emit: op.rsqrt(const(1, x) + x * x))
-_unary("relax.acosh", lambda x, y, emit: op.rsqrt(x * x - const(1, x)))
-_unary("relax.atanh", lambda x, y, emit: const(1, x) / (const(1, x) - x * x))
-_unary("relax.abs", lambda x, y, emit: op.sign(x), wide=False)  # 0 at 0, where TVM's own rule gives g
-_unary("relax.erf", lambda x, y, emit: const(2 / math.sqrt(math.pi), x) * op.exp(op.negative(x * x)))
-_unary("library.erfc", lambda x, y, emit: const(-2 / math.sqrt(math.pi), x) * op.exp(op.negative(x * x)))
-_unary("library.expm1", lambda x, y, emit: y + const(1, y))
-_unary("library.exp2", lambda x, y, emit: y * const(math.log(2), y))
+_of_one("relax.negative", lambda x, y, g: op.negative(g))
+_of_one("relax.log", lambda x, y, g: g / x)
+_of_one("relax.cos", lambda x, y, g: op.negative(g) * op.sin(x))
+_of_one("relax.sqrt", lambda x, y, g: const(0.5, y) * g / y)
+_of_one("relax.square", lambda x, y, g: (const(2, x) * g) * x, wide=True)  # g is often one number per row
+_of_one("relax.nn.relu", lambda x, y, g: op.where(op.less_equal(y, const(0, y)), zeros_like(y), g))  # 0 at 0, not g
+_of_one("library.log1p", lambda x, y, g: g / (const(1, x) + x), wide=True)
 
 
-@gradient("relax.negative")
-def negative(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = -g"""
-    return [op.negative(g)]
+def _unary(name: str, derivative: Callable[[Expr, Var], Expr], wide: bool = True) -> None:
+    """Registers ``dx = g * derivative(x, y)``."""
+    _of_one(name, lambda x, y, g: g * derivative(x, y), wide)
 
 
-@gradient("relax.log")
-def log(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g / x"""
-    return [g / call.args[0]]
-
-
-@gradient("relax.cos")
-def cos(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = -g sin(x)"""
-    return [op.negative(g) * op.sin(call.args[0])]
-
-
-@gradient("relax.sqrt")
-def sqrt(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g / 2 / y"""
-    return [const(0.5, y) * g / y]
-
-
-@gradient("relax.square", wide=True)
-def square(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = 2 g x; the 2 goes to g, which is often one number per row"""
-    (x,) = call.args
-    return [(const(2, x) * g) * x]
+_unary("relax.sigmoid", lambda x, y: y * (const(1, x) - y))
+_unary("relax.tanh", lambda x, y: const(1, x) - y * y)
+_unary("relax.rsqrt", lambda x, y: const(-0.5, x) * (y * y * y))
+_unary("relax.exp", lambda x, y: y, wide=False)
+_unary("relax.sin", lambda x, y: op.cos(x), wide=False)
+_unary("relax.tan", lambda x, y: const(1, x) + y * y)
+_unary("relax.sinh", lambda x, y: op.cosh(x))
+_unary("relax.cosh", lambda x, y: op.sinh(x))
+_unary("relax.asin", lambda x, y: op.rsqrt(const(1, x) - x * x))
+_unary("relax.acos", lambda x, y: op.negative(op.rsqrt(const(1, x) - x * x)))
+_unary("relax.atan", lambda x, y: const(1, x) / (const(1, x) + x * x))
+_unary("relax.asinh", lambda x, y: op.rsqrt(const(1, x) + x * x))
+_unary("relax.acosh", lambda x, y: op.rsqrt(x * x - const(1, x)))
+_unary("relax.atanh", lambda x, y: const(1, x) / (const(1, x) - x * x))
+_unary("relax.abs", lambda x, y: op.sign(x), wide=False)  # 0 at 0, where TVM's own rule gives g
+_unary("relax.erf", lambda x, y: const(2 / math.sqrt(math.pi), x) * op.exp(op.negative(x * x)))
+_unary("library.erfc", lambda x, y: const(-2 / math.sqrt(math.pi), x) * op.exp(op.negative(x * x)))
+_unary("library.expm1", lambda x, y: y + const(1, y))
+_unary("library.exp2", lambda x, y: y * const(math.log(2), y))
 
 
 @gradient("relax.nn.gelu", wide=True)
@@ -111,12 +94,6 @@ def silu(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     (x,) = call.args
     s = emit(op.sigmoid(x))
     return [g * s * (const(1, x) + x * (const(1, x) - s))]
-
-
-@gradient("relax.nn.relu")
-def relu(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = 0 where y <= 0, else g (TVM's own rule gives g at 0)."""
-    return [op.where(op.less_equal(y, const(0, y)), zeros_like(y), g)]
 
 
 @gradient("relax.clip")

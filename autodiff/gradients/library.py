@@ -278,13 +278,6 @@ def _operator(name: str, arguments: Sequence[object], tensors: Sequence[Expr], t
     return library_call("operator", [StringImm(f"aten.{name}.default"), StringImm(text), *tensors], ty)
 
 
-@gradient("library.log1p", wide=True)
-def log1p(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g / (1 + x)"""
-    (x,) = call.args
-    return [g / (const(1, x) + x)]
-
-
 @gradient("library.index_put")
 def index_put(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = g, zero where overwritten; dvalues = g at the indices"""
