@@ -141,6 +141,8 @@ written_like(immutable_list, list)
 written_like(immutable_dict, dict)
 
 _GRAPH_STAGE = "captured"
+_ATTRIBUTES = ("wanted", "differentiable", "num_primals", "num_results", "parameter_names", "capture_names")
+"""Attributes of a lowered call that are kept as they are."""
 
 
 def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
@@ -170,13 +172,8 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
         "strides": tuple(output.stride if output.is_tensor else None for output in captured.outputs),
         "reads_validation": captured.observation.reads_validation,
         "imported": {each.name: getattr(imported, each.name) for each in fields(Imported) if each.name != "function"},
-        "wanted": lowered.wanted,
-        "differentiable": lowered.differentiable,
+        **{name: getattr(lowered, name) for name in _ATTRIBUTES},
         "gradient_inputs": lowered.gradient_inputs if lowered.differentiable else (),
-        "num_primals": lowered.num_primals,
-        "num_results": lowered.num_results,
-        "parameter_names": lowered.parameter_names,
-        "capture_names": lowered.capture_names,
         "plan": lowered.plan,
         "stages": tuple((stage.name, stage.made_by, stage.before) for stage in lowered.stages),
         "literals": captured.names.literals,
@@ -271,10 +268,8 @@ class KeptLowering(LoweredCall):
         text = parts["functions"]
         self._functions = cache(lambda: functions_of(zlib.decompress(text).decode()))
         self.imported = _without_init(_LateImported, **call["imported"], _functions=self._functions)
-        self.wanted, self.differentiable = call["wanted"], call["differentiable"]
         self._plan, self.content, self.sample, self.seconds = call["plan"], call["content"], None, 0.0
-        for name in ("num_primals", "num_results", "parameter_names", "capture_names", "gradient_inputs"):
-            self.__dict__[name] = call[name]
+        self.__dict__.update({name: call[name] for name in (*_ATTRIBUTES, "gradient_inputs")})
 
     @staticmethod
     def content_of(parts: Mapping[str, bytes]) -> str:
