@@ -23,8 +23,8 @@ _MOST_CODE_LINES, _MOST_FIELDS = 60, 14
 _TEXTS_OF_CALLS = ("autodiff", "bridge.aten", "bridge.library")
 _CLOCKS = ("perf_counter", "process_time", "thread_time", "elapsed_time")
 BOUNDS = {
-    "files": 348,
-    "lines": 78_610,
+    "files": 336,
+    "lines": 77_610,
     "class names of several files": 0,
     "functions of over 60 code lines": 0,
     "classes of over 14 fields": 0,
