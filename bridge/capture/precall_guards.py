@@ -314,45 +314,27 @@ def uncounted(
 # Certain flags: a uniform draw compared with a number outside of [0, 1) → the constant result of the comparison.
 #
 # ``torch.rand([]) < self.layerdrop`` with a rate of 0: a program that computes the flag beside its results would make
-# the host wait for it.
+# the host wait for it. A comparison with a constant is monotone in the draw: it is constant if the least and the
+# greatest draw give one flag.
 
 
-_COMPARISONS: Mapping[OpOverload, Callable[[float], bool | None]] = {
-    aten.lt.Scalar: lambda number: False if number <= 0 else True if number >= 1 else None,
-    aten.ge.Scalar: lambda number: True if number <= 0 else False if number >= 1 else None,
-    aten.le.Scalar: lambda number: False if number < 0 else True if number >= 1 else None,
-    aten.gt.Scalar: lambda number: True if number < 0 else False if number >= 1 else None,
-}
-"""Comparison of a number in [0, 1) with a constant: the constant → the result, or ``None`` if it varies."""
+_COMPARISONS = (aten.lt.Scalar, aten.ge.Scalar, aten.le.Scalar, aten.gt.Scalar)
 _DRAWS = (aten.rand.default, aten.rand_like.default)
 _MOVES = (aten.alias.default, aten.clone.default, aten.detach.default)
 
 
 def certain(node: fx.Node) -> tuple[bool, list[fx.Node]] | None:
-    """A flag's constant value and the nodes that compute it; ``None`` if the flag may vary."""
-    nodes = _with_moved(node)
-    compares = _COMPARISONS.get(nodes[-1].target)
-    if compares is None:
-        return None
-    x, number = nodes[-1].args
-    nodes += _with_moved(x)
-    dtype = nodes[-1].meta["val"].dtype
-    is_uniform = nodes[-1].target in _DRAWS and dtype in (
-        torch.float32,
-        torch.float64,
-    )  # no number below 1 is rounded up
-    if not is_uniform or not isinstance(number, int | float) or number != number:
-        return None
-    found = compares(torch.tensor(number, dtype=dtype, device=HOST).item())
-    return None if found is None else (found, nodes[::-1])
-
-
-def _with_moved(node: fx.Node) -> list[fx.Node]:
-    """A node and its inputs through copies and aliases, up to the node that computes the numbers."""
+    """A flag's constant value and the nodes that compute it, in order; ``None`` if the flag may vary."""
     nodes = [node]
-    while nodes[-1].target in _MOVES:
-        nodes.append(nodes[-1].args[0])
-    return nodes
+    while nodes[0].target in (*_MOVES, *_COMPARISONS) and len(nodes[0].all_input_nodes) == 1:
+        nodes = [*nodes[0].all_input_nodes, *nodes]
+    draw, *others = nodes
+    dtype = draw.meta["val"].dtype if draw.target in _DRAWS else None
+    if dtype not in (torch.float32, torch.float64) or node.meta["val"].dtype is not torch.bool:  # others round up to 1
+        return None
+    least, one = (torch.tensor(number, dtype=dtype, device=HOST) for number in (0, 1))
+    flags = {_run(others, {draw: each})[node].item() for each in (least, torch.nextafter(one, least))}
+    return (flags.pop(), nodes) if len(flags) == 1 else None
 
 
 # Decisions by draws: a number that depends only on draws (``torch.rand([]) < 0.1``) → whether it varies between calls.

@@ -20,12 +20,14 @@ from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, fixed
+from bridge.capture.custom_functions import WITH_GRADIENT
 from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, STOPPED
 from bridge.capture.passes.decompositions import formulas
 from bridge.capture.recorder import READS
 from bridge.capture.rows import Record, Row, ValueRef, mapped, may_write, values_in
 from bridge.capture.symbolic_sizes import NotTranslatedError
 
+_CLAMPS = {aten.clamp_.default: aten.clamp.default, aten.clamp_min_.default: aten.clamp_min.default}
 _OTHER_FORMULA = "is decomposed, and has another derivative then than autograd's formula"
 
 __all__ = ["SizeNodes", "TrainingGraph", "training_graph"]
@@ -131,7 +133,10 @@ class _Builder:
         node.meta.update(self._told(index, row))
         node.meta[OF] = row.op
         if self.grad and not row.grad:
-            node.meta[STOPPED] = True
+            if row.op in _CLAMPS and self._is_followed(row.args[0].number):
+                self._pass_through(node, row.args[0].number)
+            else:
+                node.meta[STOPPED] = True
         if isinstance(row.results, ValueRef):
             node.meta["val"] = self.fakes[row.results.number]
             self.env[row.results.number] = node
@@ -149,6 +154,24 @@ class _Builder:
                         detached.meta.update(item.meta)
         else:
             node.meta["val"] = row.results
+
+    def _is_followed(self, number: int) -> bool:
+        """Whether autograd tracks a value that is not in the memory of an input."""
+        record = self.record
+        return record.forms[number].requires_grad and record.memory[number] >= record.inputs
+
+    def _pass_through(self, node: fx.Node, number: int) -> None:
+        """``x.clamp_(…)`` → ``x.copy_(with_gradient(x.clamp(…), x))``: the clamped numbers with a gradient of 1.
+
+        ``F.gaussian_nll_loss`` clamps a clone of the variance like this, unseen by autograd. The user's writes of this
+        kind are refused.
+        """
+        with self.made.graph.inserting_before(node):
+            clamped = self.made.graph.call_function(_CLAMPS[node.target], node.args, node.kwargs)
+            through = self.made.graph.call_function(WITH_GRADIENT, (clamped, node.args[0]))
+        for each in (clamped, through):
+            each.meta.update(node.meta, val=torch.empty_like(self.fakes[number]))
+        node.target, node.args, node.kwargs = aten.copy_.default, (node.args[0], through), {}
 
     def _told(self, index: int, row: Row) -> dict[str, Any]:
         told: dict[str, Any] = {ROW: index}

@@ -50,7 +50,6 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
     problems = _parameters_written_first(graph, requires_grad)
     _detach_stopped(graph)
     keep_layers_whole(graph)
-    _write_straight_through(graph, requires_grad)
     if any(map(is_detach, graph.nodes)):
         _stop_unread(graph, requires_grad)
         hidden = _stop_gradients(graph, requires_grad)
@@ -220,33 +219,6 @@ def _detached(graph: fx.Graph, value: Any, by: OpOverload = aten.detach.default)
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-# Straight-through writes: the clamp inside ``F.gaussian_nll_loss`` → the clamped numbers with a gradient of 1.
-#
-# The loss clamps a clone of the variance in place under ``no_grad``. Autograd does not see the clamp, so gradients pass
-# it unchanged. The user's writes of this kind are refused.
-
-
-_FUNCTIONAL = {aten.clamp_.default: aten.clamp.default, aten.clamp_min_.default: aten.clamp_min.default}
-
-
-def _write_straight_through(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> None:
-    """``x.clamp_(…)`` under ``no_grad`` → ``x.copy_(with_gradient(x.clamp(…), x))``, in place."""
-    clamps = [node for node in graph.nodes if node.target in _FUNCTIONAL and STOPPED in node.meta]
-    aliases = Aliases(graph.nodes, requires_grad) if clamps else None
-    for node in [node for node in clamps if aliases.followed(node.args[0])]:
-        x, *bounds = node.args
-        with graph.inserting_before(node):
-            clamped = graph.call_function(_FUNCTIONAL[node.target], (x, *bounds), node.kwargs)
-            through = graph.call_function(WITH_GRADIENT, (clamped, x))
-            copied = graph.call_function(aten.copy_.default, (x, through))
-        with x.meta["val"].fake_mode:
-            clamped.meta.update(told(node), val=torch.empty_like(x.meta["val"]))
-        through.meta.update(clamped.meta)
-        copied.meta.update(node.meta)
-        node.replace_all_uses_with(copied)
-        graph.erase_node(node)
 
 
 # Links of custom autograd Functions: a training graph with the marks of :mod:`bridge.capture.custom_functions` → nodes

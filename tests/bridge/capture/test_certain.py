@@ -22,13 +22,13 @@ FLAGS = {
     "never at least": lambda: torch.rand([]) >= 1,
     "always more": lambda: torch.rand([]) > -0.25,
     "never more": lambda: torch.rand([]) > 1.5,
+    "never less than no number": lambda: torch.rand([]) < float("nan"),
 }
 OPEN = {
     "less": lambda: torch.rand([]) < 0.5,
     "at most 0": lambda: torch.rand([]) <= 0,
     "at most what rounds to 0": lambda: torch.rand([]) <= -1e-300,
     "more than 0": lambda: torch.rand([]) > 0,
-    "not a number": lambda: torch.rand([]) < float("nan"),
     "of half precision": lambda: torch.rand([], dtype=torch.bfloat16) < 1.0,
     "of another draw": lambda: torch.randn([]) < 0.0,
 }
