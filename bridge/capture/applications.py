@@ -1,8 +1,8 @@
 """Applications: a custom ``autograd.Function`` that a program runs as it is, in one library call for its forward and
 one for its backward.
 
-State: autograd's node of the user's Function holds the tensors and numbers for its backward. The last result of the
-forward call is a tensor that stands for the node, which lives as long as the tensor's memory.
+State: autograd's graph of the user's Function holds the tensors and numbers for its backward. The last result of the
+forward call is a tensor that stands for the graph, which lives as long as the tensor's memory.
 
 Memory: the program reuses the memory of its values, and the Function may keep its arguments. So an argument that is a
 part of a storage is copied, as is one that the Function changes in its first application.
@@ -14,9 +14,10 @@ import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bridge.base.modes import autocast_to
 from bridge.base.pytrees import tensor_leaves
@@ -32,7 +33,6 @@ __all__ = [
     "form_of",
     "key_of_application",
 ]
-__all__ += ["of_tensors", "outer_leaves", "run_backward"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor."""
@@ -69,46 +69,48 @@ class Application:
         """Positions of the tensors among the leaves of the arguments."""
         return [place for place, each in enumerate(self.constants) if each is torch.Tensor]
 
-    def run(self, tensors: Sequence[torch.Tensor], kind: type | None = None) -> tuple[Any, Any]:
-        """Applies the Function, or another ``kind``, to tensors outside of autograd's graph → its results, and a tensor
-        behind its node.
-
-        A reference to a node keeps its saved tensors in some versions of torch only, another node's edge in all.
-        """
+    def run(self, tensors: Sequence[torch.Tensor], kind: type | None = None) -> tuple[Any, Graph]:
+        """Applies the Function, or another ``kind``, to tensors outside of autograd's graph → its results, its graph."""
         leaves = list(self.constants)
         followed = [each for each, (_, follows) in zip(tensors, self.given, strict=True) if follows]
         with torch.set_grad_enabled(self.grad), autocast_to(self.casts[1], kind=self.casts[0]):
             if self.grad and followed:
-                entered = iter(apply_function(_Entered, (VF.empty(0).requires_grad_(), *followed), {}))
-                tensors = [
-                    next(entered) if follows else each for each, (_, follows) in zip(tensors, self.given, strict=True)
-                ]
-            for place, each in zip(self.places, tensors, strict=True):
-                leaves[place] = each
+                followed = apply_function(_Entered, (VF.empty(0).requires_grad_(), *followed), {})
+            waiting = iter(followed)
+            for place, each, (_, follows) in zip(self.places, tensors, self.given, strict=True):
+                leaves[place] = next(waiting) if follows else each
             made = apply_function(kind or self.kind, tuple(pytree.tree_unflatten(leaves, self.spec)), {})
-            followed = [each for each in tensor_leaves(made) if isinstance(each.grad_fn, FunctionNode)]
-            behind = apply_function(_Behind, (followed[0],), {}) if followed else None
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made), behind
+        results = enumerate(made if isinstance(made, tuple) else (made,))
+        graph = {place: get_gradient_edge(each) for place, each in results if _is_tracked(each)}
+        inputs = [get_gradient_edge(each) for each in followed] if graph else []
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made), Graph(graph, inputs)
 
-    def upstream(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Gradients of the results with one → a gradient for each result; zeros for others, as autograd makes them."""
-        waiting, found = iter(gradients), []
-        for each in self.results:
-            if each is None:
-                found.append(None)
-            elif each[1]:
-                found.append(next(waiting))
-            else:
-                found.append(VF.empty_strided(*each[0][:2], dtype=each[0][2], device=gradients[0].device).zero_())
-        return found
+    def backward(self, graph: Graph, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients of the results with one → of each tensor argument, where backward returns one."""
+        with autocast_to(None, kind=self.casts[0]):
+            of = [*graph.outputs.values()], graph.inputs, gradients
+            found = iter(torch.autograd.grad(*of, retain_graph=True, allow_unused=True))
+        return [next(found) if follows else None for _, follows in self.given]
+
+
+class Graph(NamedTuple):
+    """The graph of one application, without its tensors: edges of the results with a gradient, by their places, and of
+    the arguments that autograd tracks."""
+
+    outputs: dict[int, GradientEdge]
+    inputs: list[GradientEdge]
+
+
+def _is_tracked(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and isinstance(value.grad_fn, FunctionNode)
 
 
 _APPLICATIONS: dict[str, Application] = {}
 _KEYS: dict[Application, str] = {}
 _PROCESS = uuid.uuid4().hex
 """Part of the keys: a program that is kept on disk must not find another process's Function."""
-_NODES: dict[int, Any] = {}
-"""The memory of the tensor that stands for a node → a tensor behind it."""
+_GRAPHS: dict[int, Graph] = {}
+"""The memory of the tensor that stands for an application's graph → the graph."""
 
 
 class _Entered(torch.autograd.Function):
@@ -121,18 +123,6 @@ class _Entered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
         return (None,) * (1 + len(grads))
-
-
-class _Behind(torch.autograd.Function):
-    """A tensor → an empty one, whose node has an edge to the tensor's node."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return VF.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> None:
-        return None
 
 
 def form_of(tensor: torch.Tensor) -> Form:
@@ -153,7 +143,7 @@ def apply_opaque(key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     application = _APPLICATIONS[key]
     given = [_passed(application, place, tensor) for place, tensor in enumerate(tensors)]
-    made, behind = application.run(given)
+    made, graph = application.run(given)
     results = [each for each in (made if application.is_tuple else (made,)) if each is not None]
     wanted = [each[0] for each in application.results if each is not None]
     if [(tuple(each.shape), each.dtype) for each in results] != [(shape, dtype) for shape, _, dtype in wanted]:
@@ -165,7 +155,7 @@ def apply_opaque(key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     memory = {storage_id(each) for each in given}
     results = [each.clone() if storage_id(each) in memory else each for each in results]
     now = [given[place].clone() for place in sorted(application.changed)]
-    return *results, *now, _standing_for(behind, tensors[0].device)
+    return *results, *now, _standing_for(graph, tensors[0].device)
 
 
 def _passed(application: Application, place: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -177,13 +167,13 @@ def _passed(application: Application, place: int, tensor: torch.Tensor) -> torch
     return own.data
 
 
-def _standing_for(behind: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """A new tensor for the node of an application, which lives as long as the tensor's memory."""
+def _standing_for(graph: Graph, device: torch.device) -> torch.Tensor:
+    """A new tensor for the graph of an application, which lives as long as the tensor's memory."""
     state = VF.empty(1, dtype=torch.uint8, device=device)
     storage = state.untyped_storage()
     key = storage_id(state)
-    _NODES[key] = behind
-    weakref.finalize(storage, _NODES.pop, key, None).atexit = False
+    _GRAPHS[key] = graph
+    weakref.finalize(storage, _GRAPHS.pop, key, None).atexit = False
     return state
 
 
@@ -210,46 +200,14 @@ def backward_opaque(key: str, state: torch.Tensor, *gradients: torch.Tensor) -> 
     """
     application = _APPLICATIONS[key]
     name = application.kind.__name__
-    behind = _NODES.get(storage_id(state))
-    if behind is None:
+    graph = _GRAPHS.get(storage_id(state))
+    if graph is None:
         raise RuntimeError(f"autograd.Function {name}: the tensor that stands for its saved state is another one")
-    upstream = application.upstream([each.clone() for each in gradients])
-    found = of_tensors(application, run_backward(application, behind, upstream))
+    found = application.backward(graph, [each.clone() for each in gradients])
     made = []
     for each, has_one, (form, _) in zip(found, application.gradients, application.given, strict=True):
         if each is not None and not has_one:
             raise RuntimeError(f"autograd.Function {name} has a gradient for an argument that had none at first")
         if has_one:
-            zeros = VF.zeros(form[0], dtype=form[2], device=state.device)
-            made.append(zeros if each is None else _fitted(each, form))
+            made.append(VF.zeros(form[0], dtype=form[2], device=state.device) if each is None else each)
     return tuple(made)
-
-
-def run_backward(application: Application, behind: torch.Tensor, upstream: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Runs the backward of an application → its arguments' gradients; ``behind``: see :meth:`Application.run`."""
-    (node, _), *_ = behind.grad_fn.next_functions
-    with torch.no_grad(), autocast_to(None, kind=application.casts[0]):
-        found = node.apply(*upstream)
-    return list(found) if isinstance(found, tuple) else [found]
-
-
-def of_tensors(application: Application, found: Sequence[Any]) -> list[Any]:
-    """Gradients of the arguments → of each tensor argument; nested tensors have none."""
-    of = dict(zip(outer_leaves(application), found, strict=False))
-    return [of.get(place) for place in application.places]
-
-
-def outer_leaves(application: Application) -> list[int | None]:
-    """The leaf of each argument that is a leaf itself."""
-    first, found = 0, []
-    for child in application.spec.children():
-        found.append(first if child.is_leaf() else None)
-        first += child.num_leaves
-    return found
-
-
-def _fitted(gradient: torch.Tensor, form: Form) -> torch.Tensor:
-    """A gradient in its argument's shape and dtype, as autograd makes it fit."""
-    if tuple(gradient.shape) != form[0]:
-        gradient = gradient.sum_to_size(form[0])
-    return gradient.to(form[2])

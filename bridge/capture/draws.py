@@ -244,7 +244,7 @@ class DrawRecorder:
         return result
 
     def _ran(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any, advance: int | None) -> None:
-        if current_graph_task_id() != -1:
+        if current_graph_task_id() != -1 and self.inside is None:
             self.differentiates = True
         if draws(func) and not _draws_nothing(func, args, kwargs):
             self.record(func, args, kwargs, result, advance)

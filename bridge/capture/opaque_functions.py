@@ -26,15 +26,7 @@ from bridge.base.torch_autograd import node_class
 from bridge.base.torch_internals import VF, current_graph_task_id, pytree, storage_id
 from bridge.base.torch_recording import own_operator, unrecorded
 from bridge.base.torch_shapes import SYMBOLIC
-from bridge.capture.applications import (
-    Application,
-    application_of,
-    form_of,
-    key_of_application,
-    of_tensors,
-    outer_leaves,
-    run_backward,
-)
+from bridge.capture.applications import Application, application_of, form_of, key_of_application
 from bridge.capture.autograd_uses import saved_unseen
 
 __all__ = ["APPLY", "BACKWARD", "NotTraceable", "NotedContext", "Opaque", "is_opaque", "opaque"]
@@ -214,7 +206,7 @@ class Opaque:
             given = [each.data for each in tensors]
             addresses = {storage_id(each) for each in given}
             try:
-                made, behind = application.run(given, noted.kind)
+                made, graph = application.run(given, noted.kind)
             except RuntimeError as error:
                 if "_Entered" not in str(error):
                     raise
@@ -223,17 +215,20 @@ class Opaque:
             application = replace(
                 application,
                 results=tuple(
-                    each if each is None else (form_of(each), behind is not None and each.dtype.is_floating_point)
-                    for each in results
+                    each if each is None else (form_of(each), place in graph.outputs)
+                    for place, each in enumerate(results)
                 ),
                 is_tuple=isinstance(made, tuple),
                 changed=frozenset(n for n, then in enumerate(before) if bits_of(then) != bits_of(tensors[n])),
             )
             gradients: list[Any] = [None] * len(tensors)
-            if behind is not None:
-                floating = (each for each in tensor_leaves(results) if each.dtype.is_floating_point)
-                zeros = [VF.zeros(each.shape, dtype=each.dtype, device=each.device) for each in floating]
-                gradients = of_tensors(application, run_backward(application, behind, application.upstream(zeros)))
+            if graph.outputs:
+                with_one = (results[place] for place in graph.outputs)
+                zeros = [VF.zeros(each.shape, dtype=each.dtype, device=each.device) for each in with_one]
+                (node,) = {edge.node for edge in graph.outputs.values()}
+                begun = node.register_prehook(lambda _: setattr(self, "_task", current_graph_task_id()))
+                gradients = application.backward(graph, zeros)
+                begun.remove()
                 if any(each._version for each in zeros):
                     raise NotTraceable("its backward changes a tensor in place that was there before")
         if len(self.draws.draws) != drawn:
@@ -307,10 +302,19 @@ def opaque(kind: type) -> type:
         given = [g for g, each in zip(grads, application.results, strict=True) if each is not None and each[1]]
         made = iter(BACKWARD(ctx.key, state, given))
         of = dict(zip(application.places, application.gradients, strict=True))
-        return tuple(next(made) if of.get(leaf) else None for leaf in outer_leaves(application))
+        return tuple(next(made) if of.get(leaf) else None for leaf in _outer_leaves(application))
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": kind.__module__}
     found = _OPAQUE[kind] = type(kind.__name__, (torch.autograd.Function,), members)
+    return found
+
+
+def _outer_leaves(application: Application) -> list[int | None]:
+    """The leaf of each argument that is a leaf itself."""
+    first, found = 0, []
+    for child in application.spec.children():
+        found.append(first if child.is_leaf() else None)
+        first += child.num_leaves
     return found
 
 

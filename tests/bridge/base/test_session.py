@@ -31,7 +31,7 @@ OTHERS = {
     "base.threads._held": ACTIVE,
     "base.torch_internals.PROBES": TABLES,
     **{f"capture.applications.{name}": PYTHON for name in ("_APPLICATIONS", "_KEYS")},
-    "capture.applications._NODES": "saved state of calls whose backward may come",
+    "capture.applications._GRAPHS": "saved state of calls whose backward may come",
     "capture.opaque_functions._OPAQUE": PYTHON,
     "capture.whole_functions.HANDLERS": TABLES,
     "capture.whole_functions.SHAPES": TABLES,

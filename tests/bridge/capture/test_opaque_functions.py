@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, save_compiled, stats
-from bridge.capture.applications import _NODES
+from bridge.capture.applications import _GRAPHS
 
 pytestmark = pytest.mark.cpu("the Functions compute with NumPy")
 
@@ -205,14 +205,14 @@ def test_saved_state_lives_as_long_as_the_graph():
     module = Model(USES["NumPy"])
     add_tvm_dispatch(module, x := torch.randn(3, 4, dtype=torch.float64))
     gc.collect()
-    before = len(_NODES)
+    before = len(_GRAPHS)
     outputs = [module(x) for _ in range(3)]
-    assert len(_NODES) == before + 3
+    assert len(_GRAPHS) == before + 3
     outputs[0].sum().backward(retain_graph=True)
     outputs[0].sum().backward()
     del outputs
     gc.collect()
-    assert len(_NODES) == before
+    assert len(_GRAPHS) == before
 
 
 def test_equal_layers_share_one_program():
