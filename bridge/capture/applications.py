@@ -20,7 +20,6 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bridge.base.modes import autocast_to
-from bridge.base.pytrees import tensor_leaves
 from bridge.base.tensor_properties import laid_out
 from bridge.base.torch_autograd import FunctionNode, apply_function
 from bridge.base.torch_internals import VF, pytree, storage_id
@@ -70,7 +69,7 @@ class Application:
         return [place for place, each in enumerate(self.constants) if each is torch.Tensor]
 
     def run(self, tensors: Sequence[torch.Tensor], kind: type | None = None) -> tuple[Any, Graph]:
-        """Applies the Function, or another ``kind``, to tensors outside of autograd's graph → its results, its graph."""
+        """Applies the Function, or another ``kind``, to tensors outside of autograd → its results, its graph."""
         leaves = list(self.constants)
         followed = [each for each, (_, follows) in zip(tensors, self.given, strict=True) if follows]
         with torch.set_grad_enabled(self.grad), autocast_to(self.casts[1], kind=self.casts[0]):

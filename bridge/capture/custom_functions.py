@@ -30,9 +30,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
-from bridge.base.modes import while_active
+from bridge.base.modes import autocast_to, while_active
 from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function
 from bridge.base.torch_higher_order import INDEX
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
@@ -216,7 +215,7 @@ class CustomFunctions:
             nodes = {each.grad_fn for each in outputs if isinstance(each.grad_fn, FunctionNode)}
             if not nodes:
                 without = frozenset(range(len(given)))
-                with _off():
+                with torch.no_grad(), autocast_to(None):  # as in a backward
                     for each in outputs:
                         WITH_GRADIENT(each, None)
             else:
@@ -263,7 +262,7 @@ class CustomFunctions:
         if partial and len(followed) > 1:
             raise NotTraceable("has several outputs, and takes None for the gradients of unused ones")
         needed = [index for index, needs in enumerate(node.needs_input_grad) if needs]
-        with _off():
+        with torch.no_grad(), autocast_to(None):  # as in a backward
             tangents = {id(each): TANGENT(each, number, index) for index, each in enumerate(followed)}
             upstream = [
                 tangents.get(
@@ -327,19 +326,6 @@ def _fitting(gradient: Any, argument: torch.Tensor) -> torch.Tensor | None:
     if gradient.is_complex() != argument.is_complex():
         raise NotTraceable("its backward returns complex numbers for real ones, or the reverse")
     return gradient.to(argument.dtype)
-
-
-@contextmanager
-def _off() -> Iterator[None]:
-    """While active, neither grad mode nor autocast is on, as in a backward."""
-    kind = current_device().type
-    casts = torch.is_autocast_enabled(kind)
-    torch.set_autocast_enabled(kind, False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_autocast_enabled(kind, casts)
 
 
 @contextmanager

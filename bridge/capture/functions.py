@@ -188,9 +188,9 @@ class Functions:
         """Checks forward's result, arrays and reads of old memory after the run.
 
         Raises:
-            PackedUseError: the result has a packed sequence.
+            UnsupportedModule: the result has a packed sequence.
         """
-        self._packed.refuse(result)
+        self._packed.refuse(result, "forward's result")
         if self.rules is None:
             return
         self.rules.unsupported += written_arrays(self.arrays)

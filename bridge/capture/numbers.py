@@ -35,22 +35,9 @@ _LARGEST_INT = 2**24
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
 _LARGEST = 2.0**53
 
-_ARITHMETIC = {
-    "mul": operator.mul,
-    "multiply": operator.mul,
-    "add": operator.add,
-    "sub": operator.sub,
-    "subtract": operator.sub,
-    "div": operator.truediv,
-    "divide": operator.truediv,
-    "true_divide": operator.truediv,
-    "mul_": torch.Tensor.mul_,
-    "add_": torch.Tensor.add_,
-    "sub_": torch.Tensor.sub_,
-    "div_": torch.Tensor.div_,
-    "__rsub__": lambda tensor, number: number - tensor,
-    "__rdiv__": lambda tensor, number: tensor.reciprocal() * number,  # as torch does
-}
+_ARITHMETIC = ("mul", "multiply", "add", "sub", "subtract", "div", "divide", "true_divide", "__rsub__", "__rdiv__")
+_ARITHMETIC += ("mul_", "add_", "sub_", "div_")
+"""Names of torch's functions of a tensor and a number that compute the same of a tensor and a 0-d tensor."""
 
 
 class NotArithmeticError(TypeError):
@@ -178,13 +165,12 @@ class Number:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        compute = _ARITHMETIC.get(getattr(func, "__name__", ""))
-        if compute is None or kwargs or len(args) != 2:
+        if getattr(func, "__name__", "") not in _ARITHMETIC or kwargs or len(args) != 2:
             raise NotArithmeticError(f"{getattr(func, '__name__', func)} of a number that changes from call to call")
         tensor, number = args
         if type(number) is cls:
-            return compute(tensor, number._like(tensor))
-        return compute(tensor._like(number), number)  # torch.mul(0.3, x)
+            return func(tensor, number._like(tensor))
+        return func(tensor._like(number), number)  # torch.mul(0.3, x)
 
     def _like(self, tensor: Any) -> torch.Tensor:
         """The number, rounded to the tensor's dtype as in eager."""

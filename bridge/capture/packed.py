@@ -19,11 +19,12 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from bridge.base.devices import HOST, current_device
+from bridge.base.errors import Unsupported, UnsupportedModule, line_of_forward
 from bridge.base.modes import ambient_autocast
 from bridge.base.torch_internals import VF, TensorBase, aten, no_torch_function, pack_padded, pad_packed, pytree
 from bridge.base.torch_recording import own_operator
 
-__all__ = ["PACKED_LAYERS", "PackedSequences", "PackedUseError", "packed_layers"]
+__all__ = ["PACKED_LAYERS", "PackedSequences", "packed_layers"]
 
 _CELLS = {VF.lstm: "lstm", VF.gru: "gru", VF.rnn_tanh: "rnn_tanh", VF.rnn_relu: "rnn_relu"}
 _ZEROS = VF.zeros
@@ -42,8 +43,16 @@ def _caller() -> FrameType:
     return frame
 
 
-class PackedUseError(NotImplementedError):
-    """Forward uses a packed sequence in a way that depends on its rows, or draws for them."""
+_REFUSED = (
+    "its shapes are the numbers in the lengths; pack_padded_sequence, recurrent layers in float32 or float64, without "
+    "dropout between them, without projections, and pad_packed_sequence alone keep it padded",
+    "run the recurrent layer on the padded batch and mask its results, or dispatch the other layers: whole=False",
+)
+
+
+def _refused(use: str, where: str | None = None) -> UnsupportedModule:
+    """The refusal of a use of a packed sequence that depends on its rows, or draws for them."""
+    return UnsupportedModule("", [Unsupported(use, where or line_of_forward(), *_REFUSED)])
 
 
 @dataclass(frozen=True)
@@ -97,10 +106,10 @@ class PackedSequences:
             self._batch[id(made)] = made, self._sizes[id(args[0])].lengths.shape[0]
         return made
 
-    def refuse(self, values: Any) -> None:
-        """Raises :class:`PackedUseError` if ``values`` contain packed rows."""
+    def refuse(self, values: Any, where: str | None = None) -> None:
+        """Raises :class:`UnsupportedModule` if ``values`` contain packed rows; ``where``: if that is not in forward."""
         if any(id(leaf) in self._packed for leaf in pytree.tree_leaves(values)):
-            raise PackedUseError("the rows of a packed sequence are used")
+            raise _refused("the rows of a packed sequence are used", where)
 
     def _note(self, packed: _Packed) -> torch.Tensor:
         self._packed[id(packed.rows)] = packed
@@ -127,11 +136,11 @@ class PackedSequences:
         states = list(first) if cell == "lstm" else [first]
         tensors = [rows, *states, *weights]
         if ambient_autocast() is not None or {each.dtype for each in tensors} not in _WIDE:
-            raise PackedUseError("a packed sequence in a half type")
+            raise _refused("a packed sequence in a half type")
         if layers > 1 and rate and train:
-            raise PackedUseError("dropout between layers over a packed sequence, which is drawn for its rows")
+            raise _refused("dropout between layers over a packed sequence, which is drawn for its rows")
         if len(weights) // (layers * directions) % 2:
-            raise PackedUseError("a projection over a packed sequence")
+            raise _refused("a projection over a packed sequence")
         with no_torch_function():
             options = list(weights), bool(biases), layers, bool(both_ways)
             y, *last = PACKED_LAYERS(cell, packed.padded, packed.lengths, states, *options)
@@ -151,7 +160,7 @@ class PackedSequences:
 
     def _require_same(self, packed: _Packed, sizes: torch.Tensor) -> None:
         if sizes is not packed.sizes:
-            raise PackedUseError("rows of a packed sequence with other batch sizes")
+            raise _refused("rows of a packed sequence with other batch sizes")
 
 
 # Recurrent layers over packed sequences: ``tvm_dispatch::packed_layers``, on padded sequences and their lengths.

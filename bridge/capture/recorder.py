@@ -54,7 +54,7 @@ from bridge.capture.rows import (
     values_in,
     written_operands,
 )
-from bridge.capture.scalar_guards import ReadsDifferError, ScalarGuard, frozen, line_of_reading, numbers_of
+from bridge.capture.scalar_guards import ScalarGuard, frozen, line_of_reading, numbers_of
 from bridge.capture.values import Replayed, Values, without_graph
 from bridge.capture.whole_functions import SHAPES
 
@@ -356,7 +356,7 @@ class OperatorRecorder(PreDispatchMode):
             size: as in :class:`bridge.capture.scalar_guards.ScalarGuard`.
 
         Raises:
-            ReadsDifferError: in the fake run: the real run read something else.
+            UnsupportedModule: in the fake run: the real run read something else.
         """
         if (inside := backward_running()) is not None:
             inside.unheld = "reads a number"
@@ -372,7 +372,11 @@ class OperatorRecorder(PreDispatchMode):
         else:
             expected = self.answers.reads[len(reads)] if len(reads) < len(self.answers.reads) else None
             if expected is None or (expected.reading.dtype, expected.reading.count) != form:
-                raise ReadsDifferError(where)
+                reason, hint = (
+                    "forward reads other numbers on fake tensors than on real ones",
+                    "do not let it depend on numbers",
+                )
+                raise UnsupportedModule("", [Unsupported("a number that forward reads", where, reason, hint)])
             reads.append(expected._replace(numbers=number))
             if self._symbols is not None and self._symbols.counts is not None:
                 return self._symbols.counts.given(len(reads) - 1, expected.given)

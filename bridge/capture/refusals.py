@@ -16,8 +16,6 @@ from bridge.base.pytrees import is_plain, leaf_names
 from bridge.base.quirks import quirk
 from bridge.base.torch_distributed import is_distributed
 from bridge.base.torch_internals import pytree
-from bridge.capture.packed import PackedUseError
-from bridge.capture.scalar_guards import ReadsDifferError
 from bridge.state import SampleCall, hooks_of, tensor_problem, written_class
 
 __all__ = ["CACHES", "NO_CACHE", "check_call", "device_of_call", "explain_error", "shape_by_numbers"]
@@ -171,12 +169,6 @@ def _is_size(value: Any) -> bool:
 
 _BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
 
-_PACKED = (
-    "its shapes are the numbers in the lengths; pack_padded_sequence, recurrent layers in float32 or float64, without "
-    "dropout between them, without projections, and pad_packed_sequence alone keep it padded",
-    "run the recurrent layer on the padded batch and mask its results, or dispatch the other layers: whole=False",
-)
-
 #: Patterns in the user's line that makes a shape of numbers -> the hint.
 _MAKES_SHAPES = (
     (r"\bexpert_mask\b", 'model.set_experts_implementation("grouped_mm") keeps the shapes fixed'),
@@ -204,11 +196,6 @@ def explain_error(error: BaseException, where: str | None = None) -> Unsupported
     where = where or user_line(error) or _torch_line(frames)
     kind = type(error).__name__
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), kind)
-    if isinstance(error, ReadsDifferError):
-        reason = "forward reads other numbers on fake tensors than on real ones"
-        return Unsupported("a number that forward reads", first_line, reason, "do not let it depend on numbers")
-    if isinstance(error, PackedUseError):
-        return Unsupported(first_line, user_line(error) or "forward's result", *_PACKED)
     if kind == "DynamicOutputShapeException":
         return shape_by_numbers(where)
     if kind in _BY_NUMBERS:

@@ -45,7 +45,6 @@ from bridge.capture.kept_state import KeptState, kept_state
 from bridge.capture.loops.prove import unrolled_rows
 from bridge.capture.loops.rolled import rolled_up
 from bridge.capture.numbers import Counted, Counter
-from bridge.capture.packed import PackedUseError
 from bridge.capture.real_run import RealRun, real_run_of
 from bridge.capture.refusals import explain_error
 from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
@@ -197,8 +196,6 @@ def _in_eager(call: SampleCall, **how: Any) -> RealRun:
         return real_run_of(call, **how)
     except UnsupportedModule as error:
         raise _named(error, call.name) from error.cause
-    except PackedUseError as error:
-        raise UnsupportedModule(call.name, [explain_error(error)], cause=error) from None
     except AnotherRunError as error:
         writing = {**how.get("writing", {}), **error.how.get("writing", {})}
         again = replace(call, followed=call.followed | error.followed)

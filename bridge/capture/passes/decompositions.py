@@ -33,76 +33,37 @@ __all__ = ["CELLS", "COMPUTED_DRAWS", "CUDA_ATTENTION", "PRESERVED", "RECURRENT_
 __all__ += ["composite_formulas", "diagonal_filled", "formulas", "instance_norm", "keep_layers_whole", "may_raise"]
 __all__ += ["tables", "whole_operators"]
 
-#: Operators computed by torch's kernel, with torch's derivative (:mod:`bridge.aten.any_operator`). They are
-#: deterministic and functional (no views, no writes), their shapes do not depend on numbers, and another formula would
-#: only round differently.
+#: Operators that torch decomposes, and that are computed by its kernel, with its derivative, as operators without a
+#: conversion are (:mod:`bridge.aten.any_operator`). They are deterministic and functional (no views, no writes), their
+#: shapes do not depend on numbers, and another formula would only round differently.
 WHOLE = (
-    # shifts (by any count), common divisors, positions in sorted numbers
-    aten.__lshift__.Scalar,
-    aten.__lshift__.Tensor,
-    aten.__rshift__.Scalar,
-    aten.__rshift__.Tensor,
-    aten.bitwise_left_shift.Scalar_Tensor,
-    aten.bitwise_left_shift.Tensor,
-    aten.bitwise_left_shift.Tensor_Scalar,
-    aten.bitwise_right_shift.Scalar_Tensor,
-    aten.bitwise_right_shift.Tensor,
-    aten.bitwise_right_shift.Tensor_Scalar,
-    aten.bucketize.Scalar,
-    aten.bucketize.Tensor,
-    aten.gcd.default,
-    aten.histc.default,
-    aten.lcm.default,
-    aten.nonzero_static.default,
-    aten.repeat_interleave.Tensor,
-    aten.searchsorted.Scalar,
-    aten.searchsorted.Tensor,
-    # torch has no derivative of the following operators: a backward through them is its error
-    aten.floor_divide.Scalar,
-    aten.floor_divide.default,
-    aten.remainder.Scalar_Tensor,
+    *(aten.floor_divide.Scalar, aten.floor_divide.default),  # torch has no derivative of it: a backward is its error
     # special functions, and element-wise ones with singular points
-    *(aten.angle.default, aten.clamp.Tensor, aten.copysign.Tensor, aten.copysign.Scalar, aten.cumprod.default),
-    *(aten.digamma.default, aten.erfinv.default, aten.frexp.Tensor, aten.hardsigmoid.default, aten.hypot.default),
-    *(aten.i0.default, aten.igamma.default, aten.igammac.default, aten.ldexp.Tensor, aten.lgamma.default),
-    *(aten.logaddexp.default, aten.logaddexp2.default, aten.mvlgamma.default, aten.nextafter.default),
-    *(aten.polygamma.default, aten.round.decimals, aten.signbit.default, aten.special_airy_ai.default),
-    *(aten.special_bessel_j0.default, aten.special_bessel_j1.default, aten.special_entr.default),
-    *(aten.special_erfcx.default, aten.special_i0e.default, aten.special_i1.default, aten.special_i1e.default),
-    *(aten.special_log_ndtr.default, aten.special_ndtri.default, aten.special_xlog1py.default),
+    *(aten.hardsigmoid.default, aten.logaddexp.default, aten.logaddexp2.default, aten.mvlgamma.default),
+    *(aten.special_entr.default, aten.special_log_ndtr.default, aten.special_xlog1py.default),
     *(aten.special_xlog1py.other_scalar, aten.special_xlog1py.self_scalar, aten.xlogy.Scalar_Other),
     *(aten.xlogy.Scalar_Self, aten.xlogy.Tensor),
     # linear algebra with a unique result, hence no factors that are free up to signs (eigenvectors, QR, SVD)
-    *(aten._cdist_forward.default, aten._linalg_det.default, aten._linalg_slogdet.default),
-    *(aten._linalg_solve_ex.default, aten.cholesky.default, aten.cholesky_inverse.default),
-    *(aten.cholesky_solve.default, aten.inverse.default, aten.linalg_cholesky.default, aten.linalg_ldl_factor.default),
-    *(aten.linalg_cholesky_ex.default, aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.linalg_lu.default),
-    *(aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default, aten.linalg_lu_solve.default),
-    *(aten.linalg_matrix_exp.default, aten.linalg_pinv.atol_rtol_tensor, aten.linalg_solve.default),
-    *(aten.linalg_solve_ex.default, aten.linalg_solve_triangular.default, aten.linalg_tensorinv.default),
-    *(aten.linalg_tensorsolve.default, aten.lu_unpack.default, aten.trace.default, aten.triangular_solve.default),
-    # losses, sampling, scans, reductions and writes with ties
-    *(aten._ctc_loss.default, aten._ctc_loss.Tensor, aten._pdist_forward.default, aten._trilinear.default),
-    *(aten.argmax.default, aten.argmin.default, aten.dist.default, aten.fractional_max_pool2d.default),
-    *(aten.fractional_max_pool3d.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default),
-    *(aten.huber_loss.default, aten.index_fill.int_Tensor, aten.index_reduce.default, aten.logcumsumexp.default),
-    *(aten.masked_scatter.default, aten.max.default, aten.max_pool2d_with_indices_backward.default),
-    *(aten.max_unpool2d.default, aten.max_unpool3d.default, aten.median.default, aten.min.default),
-    *(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default, aten.nanmedian.default),
-    *(aten.prod.default, aten.prod.dim_int, aten.put.default, aten.renorm.default, aten.segment_reduce.default),
+    *(aten.inverse.default, aten.linalg_cholesky.default, aten.linalg_ldl_factor.default, aten.linalg_inv.default),
+    *(aten.linalg_lu_factor.default, aten.linalg_solve.default, aten.linalg_solve_ex.default),
+    *(aten.linalg_tensorinv.default, aten.linalg_tensorsolve.default, aten.trace.default),
+    # losses, reductions and writes with ties
+    *(aten.huber_loss.default, aten.index_fill.int_Tensor, aten.max_unpool2d.default, aten.max_unpool3d.default),
+    *(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default, aten.renorm.default),
     *(aten.smooth_l1_loss.default, aten.soft_margin_loss.default),
+    # operators that torch has tagged as if numbers decided a shape; here they do not
+    *(aten._ctc_loss.default, aten._ctc_loss.Tensor, aten.repeat_interleave.Tensor),
     *SHAPES,
     # derivatives whose decomposition has another derivative than autograd's formula: at a kink, beside an infinity, or
     # by a result that autograd does not track (a mean)
     *(aten._prelu_kernel_backward.default, aten.binary_cross_entropy_backward.default, aten.elu_backward.default),
     *(aten.glu_backward.default, aten.hardswish_backward.default, aten.huber_loss_backward.default),
     *(aten.log_sigmoid_backward.default, aten.logit_backward.default, aten.smooth_l1_loss_backward.default),
-    *(aten.soft_margin_loss_backward.default, aten.softplus_backward.default),
-    *(aten._fused_rms_norm_backward.default, aten.cudnn_batch_norm_backward.default),
-    *(aten.native_batch_norm_backward.default, aten.native_group_norm_backward.default),
-    *(aten.native_layer_norm_backward.default, aten.nll_loss2d_backward.default, aten.nll_loss_backward.default),
-    *(aten.reflection_pad1d_backward.default, aten.reflection_pad2d_backward.default),
-    aten.reflection_pad3d_backward.default,
+    *(aten.soft_margin_loss_backward.default, aten.softplus_backward.default, aten._fused_rms_norm_backward.default),
+    *(aten.cudnn_batch_norm_backward.default, aten.native_batch_norm_backward.default),
+    *(aten.native_group_norm_backward.default, aten.native_layer_norm_backward.default),
+    *(aten.nll_loss2d_backward.default, aten.nll_loss_backward.default, aten.reflection_pad1d_backward.default),
+    *(aten.reflection_pad2d_backward.default, aten.reflection_pad3d_backward.default),
 )
 
 #: Draws whose distribution's parameters are tensors; torch's operator draws in its place in the program.
@@ -148,8 +109,6 @@ PRESERVED = (
     *CUDA_ATTENTION,
     aten.hann_window.default,  # some torch decomposes it; as other windows, it is a constant
     aten.hann_window.periodic,
-    aten.linalg_householder_product.default,
-    aten.ormqr.default,
     *(overload for packet in UPSAMPLES for overload in (packet.default, packet.vec)),
     aten.linalg_vector_norm.default,
     aten.linear.default,
@@ -166,7 +125,6 @@ PRESERVED = (
     aten.binary_cross_entropy_with_logits.default,
     aten.celu.default,
     aten.cosine_similarity.default,
-    aten.exp2.default,
     aten.frac.default,  # of -0.0, torch's formula makes -0.0
     aten.glu.default,
     aten.hardswish.default,
@@ -178,10 +136,6 @@ PRESERVED = (
     aten.index_copy.default,
     aten.index_fill.int_Scalar,  # decomposed into index_copy, which takes no negative indices
     aten._embedding_bag.default,
-    aten._embedding_bag_forward_only.default,
-    aten.scatter.reduce,
-    aten.scatter.value_reduce,
-    aten.scatter_reduce.two,
     aten.logsumexp.default,
     aten.roll.default,  # decomposed into an index, whose gradient adds up; so are the next ones
     *(aten.im2col.default, aten.col2im.default),
@@ -198,8 +152,6 @@ PRESERVED = (
     aten.std.correction,
     aten.std_mean.correction,
     aten.threshold.default,
-    aten.var.correction,
-    aten.var_mean.correction,
 )
 
 
