@@ -184,7 +184,7 @@ class InputMemory:
         for each in inputs:
             self.inputs.setdefault(storage_id(each), []).append(each)
         self._exchanged, self._exchanging, self._uncounted = set[int](), set[int](), set[int]()
-        self._first = list(map(_version, inputs))
+        self._first = {id(each): _version(each) for each in inputs}
         self._latest = {storage: list(map(_version, found)) for storage, found in self.inputs.items()}
 
     def note(self, storages: Iterable[int]) -> None:
@@ -206,8 +206,8 @@ class InputMemory:
 
     def counted(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
         """Indices of the inputs whose version counter has moved."""
-        pairs = zip(inputs, self._first, strict=True)
-        return frozenset(index for index, (each, then) in enumerate(pairs) if _version(each) != then)
+        first = self._first.get
+        return frozenset(n for n, each in enumerate(inputs) if first(id(each), _version(each)) != _version(each))
 
     def uncounted(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
         """Indices of the inputs that were written without moving their version counter."""

@@ -336,10 +336,9 @@ class _Watch:
         return AnotherRunError(followed, **how) if followed or how else None
 
     def judge(self, module_name: str) -> None:
-        """Notes changes by the run to its inputs and to modes, and which inputs autograd saves."""
+        """Refuses changes by the run to its inputs and to modes."""
         given, rules, observation = self.given, self.rules, self.observation
-        inputs, before, now = given.inputs, self.before, self.now
-        observation.counted = rules.memory.counted(inputs)
+        before, now = self.before, self.now
         at_first = [  # statistics whose size the first batch sets; a buffer on which forward sets requires_grad
             Unsupported(f"{spec.kind} '{spec.name}'", self._writer(index), f"forward {what}", CALL_BEFORE)
             for index, (spec, then, each) in enumerate(zip(given.tensors, before.geometry, now, strict=False))
@@ -355,11 +354,6 @@ class _Watch:
         for changed in self.modes:
             reason = "forward leaves it changed for what comes after the call"
             rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
-        observation.checkpointed = rules.checkpointed.of(inputs)
-        observation.saved, observation.saved_views = self.saved.inputs(inputs)
-        exchanged = rules.memory.exchanged(inputs) & observation.saved  # a view keeps the memory that was exchanged
-        unseen = rules.memory.uncounted(inputs) & (observation.saved | observation.saved_views)
-        observation.overwritten = unseen | exchanged
         observation.differentiates, observation.reads_validation = (
             self.draws.differentiates,
             observation.reads.validates,
@@ -402,10 +396,6 @@ class _Watch:
             for name, each in before.items():
                 if not _is_filled(each, registry.get(name), is_first):
                     registry[name] = each
-        again = found.keys() | rules.memory.exchanged(inputs) & self.observation.saved_views
-        for index in self.observation.overwritten & again:
-            tensors = self.given.tensors
-            rules.exchanged(tensors[index].name if index < len(tensors) else "an argument")
         written = enumerate(self.given.owned)
         return found | {n: ValueRef(n) for n, each in written if storage_id(each) in rules.written_parameters}
 
@@ -441,27 +431,41 @@ class _Watch:
         rules.unsupported += self._told_otherwise(module_name)
         asked = [place for place, each in enumerate(given.inputs) if id(each) in rules.without_grad]
         observation.reads.tensors.asked.update(((place, "grad"), None) for place in asked)
-        observation.derived = frozenset(rules.derivatives.derived)
-        _in_order(observation, {place: index for index, place in enumerate(run.order)})
         described = [record.free[n][0] if n in record.free else given.inputs[n] for n in run.order]
+        self._describe_inputs(run, described)
         own = dict(enumerate((*given.real_tensors, *given.callers)))
         own = [own.get(n, each) for n, each in zip(run.order, described, strict=True)]
         if reason := leads_out([given.computed.get(id(each), each) for each in own], observation.derived):
             rules.complain("torch.autograd.grad", reason, "detach the arguments, or dispatch a module inside")
-        self._free_in_backward([index for index, n in enumerate(run.order) if n in record.free], described)
         saved = self.saved.results(leaves)
         describe_outputs(leaves, described, observation, rules, self.functions, saved)
         returned = [pair for pair in zip(leaves, observation.outputs, strict=True) if pair[1].is_tensor]
         observation.unsupported += self.calls.shared_views(returned)
         observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])
 
-    def _free_in_backward(self, places: Sequence[int], inputs: Sequence[torch.Tensor]) -> None:
-        """Notes which free tensors (their places among the inputs) eager's backward reads: saved or in a checkpoint."""
-        observation, free = self.observation, [inputs[place] for place in places]
-        saved, views = ({places[index] for index in found} for found in self.saved.inputs(free))
-        observation.saved, observation.saved_views = observation.saved | saved, observation.saved_views | views
-        again = self.rules.checkpointed.of(free)
-        observation.checkpointed |= {places[index]: line for index, line in again.items()}
+    def _describe_inputs(self, run: RealRun, inputs: Sequence[torch.Tensor]) -> None:
+        """Notes what the run does with the inputs, by their positions in the compiled code's order."""
+        observation, memory, free = self.observation, self.rules.memory, run.record.free
+        index_of = {place: index for index, place in enumerate(run.order)}
+        observation.derived = frozenset(index_of[n] for n in self.rules.derivatives.derived if n in index_of)
+        observation.counted, observation.checkpointed = memory.counted(inputs), self.rules.checkpointed.of(inputs)
+        observation.saved, observation.saved_views = self.saved.inputs(inputs)
+        exchanged, unseen = (
+            frozenset(index for index in found if run.order[index] not in free)
+            for found in (memory.exchanged(inputs), memory.uncounted(inputs))
+        )
+        unseen &= observation.saved | observation.saved_views
+        observation.overwritten = unseen | exchanged & observation.saved  # a view keeps the memory that was exchanged
+        again = {index_of[n] for n, value in run.final.items() if value != ValueRef(n)}
+        for index in observation.overwritten & (again | exchanged & observation.saved_views):
+            tensors = self.given.tensors
+            self.rules.exchanged(tensors[index].name if index < len(tensors) else "an argument")
+        asked = observation.reads.tensors.asked
+        observation.reads.tensors.asked = {(index_of[n], name): None for n, name in asked if n in index_of}
+        for place, draw in enumerate(observation.draws):
+            if draw.operand is not None and draw.operand.of is not None:
+                operand = replace(draw.operand, of=index_of.get(draw.operand.of))
+                observation.draws[place] = replace(draw, operand=operand)
 
 
 def _spec(kind: str, name: str, tensor: torch.Tensor, held: Any = None) -> ModuleTensor:
@@ -471,23 +475,6 @@ def _spec(kind: str, name: str, tensor: torch.Tensor, held: Any = None) -> Modul
 
 def _reader(record: Record, row: int) -> str:
     return line_of(record.rows[row].where if row < len(record.rows) else None)
-
-
-def _in_order(observation: Observation, index_of: dict[int, int]) -> None:
-    """Renumbers the inputs in an observation: from positions in the run to positions in the compiled code's order."""
-    reads = observation.reads
-    asked = reads.tensors.asked
-    reads.tensors.asked = {(index_of[place], name): None for place, name in asked if place in index_of}
-    for name in ("derived", "counted", "saved", "saved_views", "overwritten"):
-        places = getattr(observation, name)
-        setattr(observation, name, frozenset(index_of[each] for each in places if each in index_of))
-    observation.checkpointed = {
-        index_of[each]: line for each, line in observation.checkpointed.items() if each in index_of
-    }
-    for place, draw in enumerate(observation.draws):
-        if draw.operand is not None and draw.operand.of is not None:
-            operand = replace(draw.operand, of=index_of.get(draw.operand.of))
-            observation.draws[place] = replace(draw, operand=operand)
 
 
 _SHAPED, _FOLLOWED = "gives it another shape", "sets requires_grad of it"
