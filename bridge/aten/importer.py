@@ -36,7 +36,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.tensor_properties import as_parts
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
-from bridge.capture import Captured, Output, TensorMetadata, where_is
+from bridge.capture import WHERE, Captured, Output, TensorMetadata
 
 
 def made_by(node: fx.Node) -> fx.Node:
@@ -59,7 +59,7 @@ def other_form(output: Output, node: fx.Node, result: Expr) -> Unsupported | Non
         return None
     reason = f"eager returns {wanted[1]}{list(wanted[0])}, its conversion makes {made[1]}{list(made[0])}"
     maker = made_by(node)
-    return Unsupported(str(maker.target), where_is(maker) or "forward", reason)
+    return Unsupported(str(maker.target), maker.meta.get(WHERE, "forward"), reason)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def unknown_types(captured: Captured) -> list[Unsupported]:
     entering = [(spec.name, spec.name, spec.dtype) for spec in captured.module_tensors]
     entering += [(f"argument {index}", "forward", fake.dtype) for index, fake in enumerate(captured.given.tensors)]
     for name, value in captured.names.literals.items():
-        where = next(filter(None, map(where_is, nodes[name].users)), captured.module_name)
+        where = next((each.meta[WHERE] for each in nodes[name].users if WHERE in each.meta), captured.module_name)
         entering.append(("a tensor literal", where, value.dtype))
     return [
         Unsupported(what, at, f"values of type {t}") for what, at, t in entering if t not in (*ELEMENT_TYPES, *PARTS)
@@ -315,7 +315,7 @@ class Importer:
 
 
 def _unsupported(captured: Captured, node: fx.Node, use: UnsupportedUse) -> Unsupported:
-    where = where_is(node) or f"inside {captured.module_name} ({node.name})"
+    where = node.meta.get(WHERE) or f"inside {captured.module_name} ({node.name})"
     return _explained(str(node.target), where, use)
 
 
@@ -354,7 +354,7 @@ def import_graph(captured: Captured) -> Imported:
         except Exception as error:
             if problems:  # a stand-in for an unsupported value need not suit every operator
                 break
-            where = where_is(node) or node.format_node()
+            where = node.meta.get(WHERE) or node.format_node()
             raise CompilationError(f"imported ({node.target} at {where})", str(captured.graph), error) from error
     if problems:
         raise UnsupportedModule(captured.module_name, problems)

@@ -23,9 +23,9 @@ from bridge.capture.numbers import (
 from bridge.capture.observation import Draw, DropoutOperand, Observation, Output, Parameter, StepMasks
 from bridge.capture.opaque_functions import APPLY, BACKWARD
 from bridge.capture.packed import PACKED_LAYERS, packed_layers
-from bridge.capture.passes.alias_analysis import OVERWRITTEN
+from bridge.capture.passes.alias_analysis import OVERWRITTEN, PATH, WHERE
 from bridge.capture.passes.decompositions import COMPUTED_DRAWS, RECURRENT_LAYERS, SLOPE_DRAWS, UPSAMPLES, WHOLE
-from bridge.capture.passes.stop_gradient import PART_OF, STOP_GRADIENT, where_is
+from bridge.capture.passes.stop_gradient import PART_OF, STOP_GRADIENT
 from bridge.capture.precall_guards import LITERAL, SIZE_OPERATORS, OperatorCall, PreCallExpression, ValueIndex, shown
 from bridge.capture.prepared_twin import copier
 from bridge.capture.record_call import RecordedCall, capture, record_call
@@ -60,6 +60,7 @@ __all__ += [
     "OWN",
     "PACKED_LAYERS",
     "PART_OF",
+    "PATH",
     "RAN",
     "RECURRENT_LAYERS",
     "SHAPES",
@@ -68,7 +69,7 @@ __all__ += [
     "STOP_GRADIENT",
     "TANGENT",
 ]
-__all__ += ["UNKNOWN", "UPSAMPLES", "WHOLE", "WITH_GRADIENT", "Captured", "Counter", "Draw"]
+__all__ += ["UNKNOWN", "UPSAMPLES", "WHERE", "WHOLE", "WITH_GRADIENT", "Captured", "Counter", "Draw"]
 __all__ += ["functions_of_torch", "leads_out"]
 __all__ += ["CapturedArguments", "CapturedNames", "ClosedFunction"]
 __all__ += ["DropoutOperand", "DynamicDim", "IsolatedRNG", "KeptPlace", "LoopedCall", "NotArithmeticError"]
@@ -96,4 +97,4 @@ __all__ += [
 __all__ += ["is_traced_here", "looped_run", "loops_tell", "normalize_sample", "number_tensor"]
 __all__ += ["APPLY", "BACKWARD", "apply_opaque", "backward_opaque", "exchange", "in_attempts", "one_capture_at_a_time"]
 __all__ += ["packed_layers", "record_call", "same_numbers", "shown"]
-__all__ += ["sized", "uninitialized", "where_is", "with_dynamic_scalars", "with_generator"]
+__all__ += ["sized", "uninitialized", "with_dynamic_scalars", "with_generator"]

@@ -72,7 +72,7 @@ for _op in (FUNCTION, WITH_GRADIENT):
 
 AGAIN, ONCE, UNKNOWN = "again", "once", "unknown"
 OWN = "own"
-"""The key in ``meta``, and in its ``"custom"``, of a node inside a Function: its number, part and ``Use.again``."""
+"""The key in ``meta`` of a node inside a Function: its number, part and ``Use.again``."""
 
 
 class _Thread(threading.local):

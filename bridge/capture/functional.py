@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from bridge.base.devices import current_device
-from bridge.base.errors import Unsupported, UnsupportedModule, swallowed, user_line
+from bridge.base.errors import Unsupported, UnsupportedModule, swallowed
 from bridge.base.modes import while_active
 from bridge.base.pytrees import tensor_leaves
 from bridge.base.torch_internals import (
@@ -45,10 +45,12 @@ from bridge.base.torch_recording import (
     own_operator,
 )
 from bridge.base.torch_shapes import SYMBOLIC
+from bridge.capture.custom_functions import OWN
 from bridge.capture.draws import draws_at
 from bridge.capture.loops.operators import MARKS
-from bridge.capture.passes.alias_analysis import OF, ROW, aliased, memory_at, refused_at, written
+from bridge.capture.passes.alias_analysis import OF, PATH, ROW, WHERE, aliased, memory_at, refused_at, written
 from bridge.capture.passes.decompositions import composite_formulas, formulas, may_raise, whole_operators
+from bridge.capture.passes.stop_gradient import PART_OF
 from bridge.capture.refusals import explain_error
 from bridge.capture.select_at import AS_STRIDED
 from bridge.capture.symbolic_run import POOLINGS
@@ -57,7 +59,7 @@ from bridge.capture.whole_functions import SHAPES
 
 __all__ = ["RAN", "FunctionalGraph", "drop_unused", "functional_graph"]
 
-_HANDED_ON = ("custom", "stack_trace", "nn_module_stack", ROW)
+_HANDED_ON = (WHERE, PATH, ROW, OWN, PART_OF)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class FunctionalGraph:
 
 
 def functional_graph(training: TrainingGraph) -> FunctionalGraph:
-    """Functionalizes a training graph; the new nodes inherit its ``meta["custom"]``.
+    """Functionalizes a training graph; the new nodes inherit the origins of its nodes.
 
     Raises:
         UnsupportedModule: an operator differs on fake tensors from eager, or cannot run on them.
@@ -114,7 +116,7 @@ def functional_graph(training: TrainingGraph) -> FunctionalGraph:
 
 def _not_made(node: fx.Node, error: Exception, symbolic: bool) -> Unsupported:
     if type(error) is not RuntimeError:
-        return explain_error(error, user_line(node.meta.get("stack_trace")))
+        return explain_error(error, node.meta.get(WHERE))
     taken = [each.meta.get("val") for each in node.all_input_nodes]
     for each in taken:
         if isinstance(each, torch.Tensor) and each.layout is not torch.strided:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from bridge.base.errors import Unsupported, user_line
+from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import FakeTensor, TensorBase, aten, storage_id
 from bridge.base.torch_recording import own_operator
 from bridge.capture.inplace_rules import overlaps_itself
 from bridge.capture.observation import Output
-from bridge.capture.passes.alias_analysis import aliased, memory_at, written
+from bridge.capture.passes.alias_analysis import WHERE, aliased, memory_at, written
 from bridge.capture.scalar_guards import FORMS
 
 __all__ = ["AS_STRIDED", "SELECT_AT", "at_numbers", "selected", "shared_views", "spell_selections"]
@@ -151,7 +151,7 @@ def _spell(graph: fx.Graph, node: fx.Node) -> Iterator[Unsupported]:
         if source in views:
             views.add(each)
     last = max((place for place, each in enumerate(later) if views.intersection(each.all_input_nodes)), default=-1)
-    where = user_line(node.meta.get("stack_trace")) or "forward"
+    where = node.meta.get(WHERE, "forward")
     with graph.inserting_before(node):
         at = index
         if index.meta["val"].dtype != torch.int64:

@@ -18,7 +18,7 @@ from bridge.base.torch_shapes import SYMBOLIC, hint
 from bridge.capture.captured import Captured
 from bridge.capture.counted_dims import sized
 from bridge.capture.observation import Draw, Observation, Output, Parameter
-from bridge.capture.passes.stop_gradient import where_is
+from bridge.capture.passes.alias_analysis import WHERE
 from bridge.capture.sample import ALL_COUNTS
 from bridge.capture.symbolic_sizes import NotTranslatedError, SymbolicSizes, at_sample
 
@@ -87,7 +87,7 @@ def _with_extents(captured: Captured, sizes: SymbolicSizes, call: SampleCall, as
             if "val" in node.meta:
                 node.meta["val"] = sizes.form(node.meta["val"])
         except NotTranslatedError as error:
-            where = where_is(node) or forward
+            where = node.meta.get(WHERE, forward)
             observation.unsupported.append(Unsupported(str(node.target), where, f"{_NO_FORM}: {error}"))
     try:
         observation = sizes.observation(observation)

@@ -5,7 +5,6 @@ Grad modes are metadata of nodes (:func:`bridge.capture.passes.alias_analysis.to
 
 from __future__ import annotations
 
-import linecache
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, fixed
 from bridge.capture.custom_functions import WITH_GRADIENT
-from bridge.capture.passes.alias_analysis import MEMORY, OF, ROW, STOPPED
+from bridge.capture.passes.alias_analysis import MEMORY, OF, PATH, ROW, STOPPED, WHERE
 from bridge.capture.passes.decompositions import formulas
 from bridge.capture.recorder import READS
 from bridge.capture.rows import Record, Row, ValueRef, mapped, may_write, values_in
@@ -174,14 +173,8 @@ class _Builder:
         node.target, node.args, node.kwargs = aten.copy_.default, (node.args[0], through), {}
 
     def _told(self, index: int, row: Row) -> dict[str, Any]:
-        told: dict[str, Any] = {ROW: index}
-        if row.where is not None:
-            file, line = row.where
-            code = linecache.getline(file, line).strip()
-            told["stack_trace"] = f'File "{file}", line {line}, in forward\n    {code}\n'
-        if row.path:
-            told["nn_module_stack"] = {row.path: (row.path, "")}
-        return told
+        told = {ROW: index, PATH: row.path, WHERE: row.where and line_of(row.where)}
+        return {key: value for key, value in told.items() if value not in (None, "")}
 
 
 # Size nodes: torch's symbolic numbers → nodes of a graph that compute them from the sizes of its inputs.

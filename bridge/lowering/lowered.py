@@ -225,7 +225,7 @@ class LoweredCall(Staged):
         for var, value in bindings(function):
             node = nodes.get(of[var.name].node) if var.name in of else None
             if node is not None and not implements_composite(node.target):
-                owners[var.name] = (node.meta.get("custom") or {}).get(PART_OF, node.name)
+                owners[var.name] = node.meta.get(PART_OF, node.name)
                 if _is_statistic(node, value):
                     statistics.add(var.name)
         return owners, frozenset(statistics)

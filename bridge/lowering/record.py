@@ -38,6 +38,8 @@ from bridge.base.torch_internals import OpOverload, overload_named, pytree
 from bridge.capture import (
     OWN,
     PART_OF,
+    PATH,
+    WHERE,
     Captured,
     CapturedNames,
     Draw,
@@ -120,14 +122,7 @@ def _target(node: fx.Node) -> Any:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if isinstance(stack := node.meta.get("stack_trace"), str):
-        found["stack_trace"] = stack
-    custom = node.meta.get("custom") or {}
-    if told := {key: custom[key] for key in ("where", PART_OF, OWN) if isinstance(custom.get(key), str)}:
-        found["custom"] = told
-    if modules := node.meta.get("nn_module_stack"):
-        found["nn_module_stack"] = {str(key): tuple(map(str, each)) for key, each in modules.items()}
+    found: dict[str, Any] = {key: node.meta[key] for key in (WHERE, PATH, PART_OF, OWN) if key in node.meta}
     if "val" in node.meta:
         val = node.meta["val"]
         found["val"] = pytree.tree_map_only(torch.Tensor, _Layout.of, tuple(val) if isinstance(val, list) else val)

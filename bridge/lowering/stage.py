@@ -26,7 +26,7 @@ from autodiff.ir import Function, bindings, used_vars
 from bridge.aten import Imported, parameter_name
 from bridge.base.log import Stopwatch
 from bridge.base.modes import autocast_to
-from bridge.capture import Captured, where_is
+from bridge.capture import PATH, WHERE, Captured
 from bridge.lowering.text import Foldable, binding_line, script, short_op
 from bridge.reference import interpret
 
@@ -227,12 +227,6 @@ class Origin:
         return "  ".join(part for part in (self.module, self.aten, self.line) if part)
 
 
-def module_path(node: fx.Node) -> str:
-    """The dotted path of the innermost module whose forward made a node; empty for the module itself."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return stack[-1][0] if stack else ""
-
-
 def origins(captured: Captured, imported: Imported, functions: Iterable[Function]) -> dict[str, Origin]:
     """The origin of every named value of these functions, as far as it is known.
 
@@ -255,7 +249,7 @@ def _named(captured: Captured, imported: Imported) -> tuple[dict[str, Origin], d
     rank: dict[str, int] = {}
 
     def add(name: str, node: fx.Node, position: int) -> None:
-        known.setdefault(name, Origin(str(node.target), module_path(node), where_is(node) or "", node.name))
+        known.setdefault(name, Origin(str(node.target), node.meta.get(PATH, ""), node.meta.get(WHERE, ""), node.name))
         rank.setdefault(name, position)
 
     position_of = {node: position for position, node in enumerate(captured.graph.nodes)}

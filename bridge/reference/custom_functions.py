@@ -201,7 +201,7 @@ def own_calls(nodes: Collection[fx.Node]) -> list[OwnCall]:
     backward: dict[str, list[fx.Node]] = {}
     gradients: dict[str, tuple[fx.Node, str]] = {}
     for node in nodes:
-        told = (node.meta.get("custom") or {}).get(OWN)
+        told = node.meta.get(OWN)
         if told is None:
             continue
         number, part, again = told.split(":")

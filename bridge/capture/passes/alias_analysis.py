@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from bridge.base.errors import Unsupported, user_line
+from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import OpOverload, aten, pytree, schema
 from bridge.base.torch_recording import own_operator
 from bridge.capture.rows import memory_of
 
-__all__ = ["MEMORY", "OF", "OVERWRITTEN", "ROW", "STOPPED", "STOP_GRADIENT", "Aliases", "aliased", "is_detach"]
-__all__ += ["is_view", "memory_at", "refused_at", "told", "write_through_views", "written"]
+__all__ = ["MEMORY", "OF", "OVERWRITTEN", "PATH", "ROW", "STOPPED", "STOP_GRADIENT", "WHERE", "Aliases", "aliased"]
+__all__ += ["is_detach", "is_view", "memory_at", "refused_at", "told", "write_through_views", "written"]
 
 STOP_GRADIENT = own_operator("stop_gradient(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 OVERWRITTEN = own_operator(
@@ -69,7 +69,7 @@ def memory_at(node: fx.Node) -> list[int | None]:
 
 def refused_at(node: fx.Node, reason: str, *hint: str) -> Unsupported:
     """The refusal of a node's operator."""
-    return Unsupported(str(node.target), user_line(node.meta.get("stack_trace")) or "forward", reason, *hint)
+    return Unsupported(str(node.target), node.meta.get(WHERE, "forward"), reason, *hint)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -173,7 +173,10 @@ OF = "of"
 STOPPED = "stopped"
 """Present if autograd does not track an operator because grad mode is off."""
 
-_KEYS = ("stack_trace", "nn_module_stack", ROW, STOPPED)
+WHERE, PATH = "where", "path"
+"""The user's line, and the dotted path of the innermost module that ran; absent if it is unknown or the outermost."""
+
+_KEYS = (WHERE, PATH, ROW, STOPPED)
 
 
 def told(node: fx.Node) -> dict[str, Any]:

@@ -4,9 +4,6 @@ A functional graph has no grad modes. So the operands of an operator that ran un
 ``tvm_dispatch::stop_gradient``, a custom operator that stays whole; ``detach`` becomes the same operator.
 ``stop_gradient`` copies, and ``detach`` is an alias. If autograd does not track the tensor, the alias stays an alias;
 if a write would show the difference, the module is refused.
-
-``meta["custom"]``, which decomposition hands on, holds the training graph's node that a node comes from, the user's
-line, and the operator with its own derivative that the node is a part of.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from bridge.base.errors import Unsupported, user_line
+from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import OpOverload, aten, implements_composite
 from bridge.capture.custom_functions import FUNCTION, OWN, TANGENT, WITH_GRADIENT, Use
 from bridge.capture.inplace_rules import PARAMETER_HINT
@@ -27,6 +24,7 @@ from bridge.capture.passes.alias_analysis import (
     OVERWRITTEN,
     STOP_GRADIENT,
     STOPPED,
+    WHERE,
     Aliases,
     aliased,
     is_detach,
@@ -39,10 +37,10 @@ from bridge.capture.passes.alias_analysis import (
 )
 from bridge.capture.passes.decompositions import keep_layers_whole
 
-__all__ = ["PART_OF", "STOP_GRADIENT", "link_functions", "mark_overwritten", "prepare", "where_is"]
+__all__ = ["PART_OF", "STOP_GRADIENT", "link_functions", "mark_overwritten", "prepare"]
 
 PART_OF = "part of"
-"""The key in ``meta["custom"]`` of the operator that autograd differentiates by one formula."""
+"""The key in ``meta`` of the operator that autograd differentiates by one formula."""
 
 
 def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
@@ -57,10 +55,8 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
     problems += write_through_views(graph)
     problems += _wrong_in_torch(graph, requires_grad)
     for node in graph.nodes:
-        if node.op == "call_function":
-            told = {"where": user_line(node.meta.get("stack_trace")), OWN: node.meta.get(OWN)}
-            told[PART_OF] = "" if implements_composite(node.target) else node.name
-            node.meta["custom"] = {"origin": node.name, **{key: value for key, value in told.items() if value}}
+        if node.op == "call_function" and not implements_composite(node.target):
+            node.meta[PART_OF] = node.name
     graph.lint()
     return problems
 
@@ -189,15 +185,10 @@ def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
             stopped.used_after(one, node, writes=True) and stopped.used_after(other, node, writes=False)
             for one, other in sides
         ):
-            where = user_line(node.meta.get("stack_trace")) or "a line that is not known"
+            where = node.meta.get(WHERE, "a line that is not known")
             reason = "memory that is written in place is seen by autograd and, detached, under another name"
             problems.append(Unsupported("detach", where, reason, "clone first"))
     return problems
-
-
-def where_is(node: fx.Node) -> str | None:
-    """The user's line of a node, or ``None``."""
-    return (node.meta.get("custom") or {}).get("where") or user_line(node.meta.get("stack_trace"))
 
 
 def _detach_reads(graph: fx.Graph, node: fx.Node, by: OpOverload = aten.detach.default) -> None:
@@ -234,7 +225,7 @@ def link_functions(graph: fx.Graph, uses: Sequence[Use]) -> list[Unsupported]:
     for begin in [node for node in graph.nodes if node.target is FUNCTION]:
         problem = _link(graph, begin, uses[begin.args[0]].again)
         if problem is not None:
-            where = user_line(begin.meta.get("stack_trace")) or "forward"
+            where = begin.meta.get(WHERE, "forward")
             problems.append(Unsupported(f"autograd.Function {uses[begin.args[0]].name}", where, problem))
         graph.erase_node(begin)
     return problems
