@@ -268,8 +268,6 @@ core_decompositions: Callable[[], dict] = find("torch._decomp._core_aten_decompo
 decomposition_of: Callable[[Any], Callable[..., Any]] = find("torch._export.utils._get_decomp_for_cia")
 """A composite overload → its decomposition."""
 _is_preservable = find("torch._export.utils._is_preservable_cia_op")
-preserve_composite = find("torch._export.utils._special_op_to_preserve_cia")
-"""Marks an overload in a table of decompositions as not to be decomposed."""
 
 
 def is_preservable(op: Any) -> bool:

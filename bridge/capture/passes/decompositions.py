@@ -20,7 +20,6 @@ from bridge.base.torch_internals import (
     core_decompositions,
     decomposition_of,
     is_preservable,
-    preserve_composite,
     schema,
 )
 from bridge.base.torch_recording import own_operator
@@ -178,18 +177,16 @@ def formulas() -> Table:
     return tables()[1]
 
 
-@functools.cache
 def composite_formulas() -> Table:
     """Composite operator → the function that replaces its kernel; operators that stay whole have none."""
-    return {op: formula for op, formula in tables()[0].items() if formula is not preserve_composite}
+    return tables()[0]
 
 
 @functools.cache
 def whole_operators() -> frozenset:
     """Operators that stay whole, without operators that write, because functionalization replaces them first."""
-    whole = {op for op, formula in tables()[0].items() if formula is preserve_composite}
-    every = [op for op in (*whole, *PRESERVED, *MARKS) if isinstance(op, OpOverload)]
-    return frozenset(op for op in every if op in MARKS or not schema(op).is_mutable)
+    every = [*(PRESERVED_ATEN_CIA_OPS - composite_formulas().keys()), *PRESERVED]
+    return frozenset(MARKS) | {op for op in every if isinstance(op, OpOverload) and not schema(op).is_mutable}
 
 
 @quirk(
@@ -211,8 +208,6 @@ def tables() -> tuple[Table, Table]:
     composite.update({op: _where(_is_on_cuda, own, decomposition_of(op)) for op, own in on_cuda.items()})
     composite[aten.fill_diagonal_.default] = diagonal_filled
     composite[aten._assert_async.default] = _asserted
-    whole = {*PRESERVED_ATEN_CIA_OPS, *PRESERVED} - composite.keys()
-    composite.update((op, preserve_composite) for op in whole if is_preservable(op))
     return composite, others
 
 
