@@ -68,7 +68,7 @@ class Application:
         """Positions of the tensors among the leaves of the arguments."""
         return [place for place, each in enumerate(self.constants) if each is torch.Tensor]
 
-    def run(self, tensors: Sequence[torch.Tensor], kind: type | None = None) -> tuple[Any, Graph]:
+    def run(self, tensors: Sequence[torch.Tensor], kind: type | None = None) -> tuple[Any, Edges]:
         """Applies the Function, or another ``kind``, to tensors outside of autograd → its results, its graph."""
         leaves = list(self.constants)
         followed = [each for each, (_, follows) in zip(tensors, self.given, strict=True) if follows]
@@ -82,9 +82,9 @@ class Application:
         results = enumerate(made if isinstance(made, tuple) else (made,))
         graph = {place: get_gradient_edge(each) for place, each in results if _is_tracked(each)}
         inputs = [get_gradient_edge(each) for each in followed] if graph else []
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made), Graph(graph, inputs)
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made), Edges(graph, inputs)
 
-    def backward(self, graph: Graph, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def backward(self, graph: Edges, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Gradients of the results with one → of each tensor argument, where backward returns one."""
         with autocast_to(None, kind=self.casts[0]):
             of = [*graph.outputs.values()], graph.inputs, gradients
@@ -92,8 +92,8 @@ class Application:
         return [next(found) if follows else None for _, follows in self.given]
 
 
-class Graph(NamedTuple):
-    """The graph of one application, without its tensors: edges of the results with a gradient, by their places, and of
+class Edges(NamedTuple):
+    """The graph of one application, without its tensors: the edges of the results with a gradient, by their places, and of
     the arguments that autograd tracks."""
 
     outputs: dict[int, GradientEdge]
@@ -108,7 +108,7 @@ _APPLICATIONS: dict[str, Application] = {}
 _KEYS: dict[Application, str] = {}
 _PROCESS = uuid.uuid4().hex
 """Part of the keys: a program that is kept on disk must not find another process's Function."""
-_GRAPHS: dict[int, Graph] = {}
+_GRAPHS: dict[int, Edges] = {}
 """The memory of the tensor that stands for an application's graph → the graph."""
 
 
@@ -166,7 +166,7 @@ def _passed(application: Application, place: int, tensor: torch.Tensor) -> torch
     return own.data
 
 
-def _standing_for(graph: Graph, device: torch.device) -> torch.Tensor:
+def _standing_for(graph: Edges, device: torch.device) -> torch.Tensor:
     """A new tensor for the graph of an application, which lives as long as the tensor's memory."""
     state = VF.empty(1, dtype=torch.uint8, device=device)
     storage = state.untyped_storage()
