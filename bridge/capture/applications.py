@@ -93,8 +93,12 @@ class Application:
 
 
 class Edges(NamedTuple):
-    """The graph of one application, without its tensors: the edges of the results with a gradient, by their places, and of
-    the arguments that autograd tracks."""
+    """The graph of one application, without its tensors.
+
+    Attributes:
+        outputs: the edges of the results that have a gradient, by their places.
+        inputs: the edges of the arguments that autograd tracks.
+    """
 
     outputs: dict[int, GradientEdge]
     inputs: list[GradientEdge]
