@@ -29,7 +29,7 @@ from bridge.capture.symbolic_sizes import NotTranslatedError
 _CLAMPS = {aten.clamp_.default: aten.clamp.default, aten.clamp_min_.default: aten.clamp_min.default}
 _OTHER_FORMULA = "is decomposed, and has another derivative then than autograd's formula"
 
-__all__ = ["SizeNodes", "TrainingGraph", "training_graph"]
+__all__ = ["SizeNodes", "TrainingGraph", "clamps_unseen", "training_graph"]
 
 
 @dataclass
@@ -132,7 +132,7 @@ class _Builder:
         node.meta.update(self._told(index, row))
         node.meta[OF] = row.op
         if self.grad and not row.grad:
-            if row.op in _CLAMPS and self._is_followed(row.args[0].number):
+            if clamps_unseen(self.record, row):
                 self._pass_through(node, row.args[0].number)
             else:
                 node.meta[STOPPED] = True
@@ -154,17 +154,8 @@ class _Builder:
         else:
             node.meta["val"] = row.results
 
-    def _is_followed(self, number: int) -> bool:
-        """Whether autograd tracks a value that is not in the memory of an input."""
-        record = self.record
-        return record.forms[number].requires_grad and record.memory[number] >= record.inputs
-
     def _pass_through(self, node: fx.Node, number: int) -> None:
-        """``x.clamp_(…)`` → ``x.copy_(with_gradient(x.clamp(…), x))``: the clamped numbers with a gradient of 1.
-
-        ``F.gaussian_nll_loss`` clamps a clone of the variance like this, unseen by autograd. The user's writes of this
-        kind are refused.
-        """
+        """``x.clamp_(…)`` → ``x.copy_(with_gradient(x.clamp(…), x))``: the clamped numbers with a gradient of 1."""
         with self.made.graph.inserting_before(node):
             clamped = self.made.graph.call_function(_CLAMPS[node.target], node.args, node.kwargs)
             through = self.made.graph.call_function(WITH_GRADIENT, (clamped, node.args[0]))
@@ -175,6 +166,17 @@ class _Builder:
     def _told(self, index: int, row: Row) -> dict[str, Any]:
         told = {ROW: index, PATH: row.path, WHERE: row.where and line_of(row.where)}
         return {key: value for key, value in told.items() if value not in (None, "")}
+
+
+def clamps_unseen(record: Record, row: Row) -> bool:
+    """Whether a row clamps a tracked value in place, unseen by autograd, in the memory of no input.
+
+    ``F.gaussian_nll_loss`` clamps a clone of the variance like this. The user's writes of this kind are refused.
+    """
+    if row.op not in _CLAMPS or row.grad:
+        return False
+    number = row.args[0].number
+    return record.forms[number].requires_grad and record.memory[number] >= record.inputs
 
 
 # Size nodes: torch's symbolic numbers → nodes of a graph that compute them from the sizes of its inputs.
