@@ -47,10 +47,10 @@ def clean(body: Body, *, merge_casts: bool = True) -> None:
     parameter or another result may itself become a result, and a result may occur twice.
     """
     cse = common_subexpression_elimination
-    until_settled(body, [partial(cse, merge_casts=merge_casts) if apply is cse else apply for apply in PASSES])
+    until_fixpoint(body, [partial(cse, merge_casts=merge_casts) if apply is cse else apply for apply in PASSES])
 
 
-def until_settled(body: Body, passes: Sequence[Callable[..., object]], first: int = 0) -> None:
+def until_fixpoint(body: Body, passes: Sequence[Callable[..., object]], first: int = 0) -> None:
     """Applies passes in turn to a fixed point; each visits the bindings that changed since its last application.
 
     ``first``: the clock since when bindings count as changed at the start; 0: all do.

@@ -21,7 +21,7 @@ from tvm import relax
 from tvm.relax import op
 
 from autodiff.body import Binding, Body, BodyScope, NameSupply, Scope, on_functions, splat, without
-from autodiff.clean import until_settled
+from autodiff.clean import until_fixpoint
 from autodiff.cross_entropy import pick_rows
 from autodiff.errors import NoGradient, UndifferentiableOp
 from autodiff.extents import same_shape
@@ -134,7 +134,7 @@ def without_grad_outs(backward: Function, absent: Collection[int], results: Sequ
         body.undefine(binding)
     body.params = [param.var for param in params if param not in gone]
     body.prune()
-    until_settled(body, [deduplicate_views], edited)
+    until_fixpoint(body, [deduplicate_views], edited)
     return body.function()
 
 

@@ -31,7 +31,7 @@ def curve_table(name: str, picture: str | None = None) -> None:
     draws = kept_bytes(lowered) - lowered.plan.bytes
     eager = eager_saved_bytes(module, (x,)) - draws  # a curve omits masks, which every point keeps
     print(f"{found[0]}, {'x'.join(map(str, x.shape))}; products may be recomputed\n")
-    print("| strategy | captures MiB | / save_all | / eager | Gflop again | / forward | MiB moved again | reached |")
+    print("| strategy | saved MiB | / save_all | / eager | Gflop again | / forward | MiB moved again | reached |")
     print("|---|---:|---:|---:|---:|---:|---:|---|")
     for point in points:
         mebibytes = point.bytes / 2**20
@@ -69,7 +69,7 @@ def plot(points: Sequence[Point], forward: int, eager: int, title: str, picture:
         axes.annotate(", ".join(names), at, textcoords="offset points", xytext=(5, 4), fontsize=8)
     axes.axhline(eager / 2**20, linestyle=":", color="0.4")
     axes.annotate("eager", (1, eager / 2**20), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
-    axes.set(xlabel="flops recomputed, % of the forward's", ylabel="captures, MiB", title=title)
+    axes.set(xlabel="flops recomputed, % of the forward's", ylabel="saved tensors, MiB", title=title)
     axes.set_ylim(bottom=0)
     axes.set_xlim(right=125)  # room for the last label
     figure.savefig(picture, dpi=150)

@@ -32,7 +32,7 @@ __all__ = ["peak_of", "peak_table"]
 
 MODEL = "--layers 12 --hidden 256 --heads 4 --dispatch layers"
 
-HEADER = "peak MiB, arenas MiB, sum MiB, sum / eager, captures of a layer MiB, last loss, largest difference of losses"
+HEADER = "peak MiB, arenas MiB, sum MiB, sum / eager, saved by a layer MiB, last loss, largest difference of losses"
 
 #: The peers: ``None`` is eager, everything else a ``partition``.
 PEERS: dict[str, Any] = {
@@ -51,7 +51,7 @@ class Measured:
 
     peak: int
     arenas: int
-    captures: int | None
+    saved_tensors: int | None
     losses: list[float]
 
 
@@ -86,8 +86,8 @@ def train(model: nn.Module, batches: list[dict], options: argparse.Namespace, pa
     counts = train_bert.count(modules)
     if counts.hits != len(modules) * len(batches):
         raise RuntimeError(f"{counts.hits} calls of {len(modules)} layers were dispatched: {dict(counts.misses)}")
-    captures = stats(modules[0]).entries[0].plan.bytes if modules else None
-    return Measured(peak, arena_bytes(modules), captures, training.losses)
+    saved_tensors = stats(modules[0]).entries[0].plan.bytes if modules else None
+    return Measured(peak, arena_bytes(modules), saved_tensors, training.losses)
 
 
 def peak_table(batch: int, seq: int, steps: int = 4) -> None:
@@ -106,7 +106,7 @@ def peak_table(batch: int, seq: int, steps: int = 4) -> None:
         eager = eager or found
         whole = found.peak + found.arenas
         apart = max(abs(own - other) for own, other in zip(found.losses, eager.losses, strict=True))
-        captures = "" if found.captures is None else f"{found.captures / 2**20:.2f}"
+        saved_tensors = "" if found.saved_tensors is None else f"{found.saved_tensors / 2**20:.2f}"
         cells = [f"{found.peak / 2**20:.1f}", f"{found.arenas / 2**20:.1f}", f"{whole / 2**20:.1f}"]
-        cells += [f"{whole / eager.peak:.3f}", captures, f"{found.losses[-1]:.6f}", f"{apart:.1e}"]
+        cells += [f"{whole / eager.peak:.3f}", saved_tensors, f"{found.losses[-1]:.6f}", f"{apart:.1e}"]
         print("| " + " | ".join([name, *cells]) + " |", flush=True)

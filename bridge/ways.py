@@ -38,23 +38,23 @@ class Way:
     """One way to run a module that cannot be dispatched whole.
 
     Attributes:
-        spelling: the user's code for it.
+        code: the user's code for it.
         ratio: median time of a step (forward, and backward if there is one) divided by eager's; ``None``: it fails.
         told: the number of compiled parts or graphs, or the error.
     """
 
-    spelling: str
+    code: str
     ratio: float | None
     told: str
 
     def __str__(self) -> str:
         time = "cannot be run" if self.ratio is None else f"{self.ratio:.2f} of eager's time"
-        return f"{self.spelling}: {time}; {self.told}"
+        return f"{self.code}: {time}; {self.told}"
 
 
 def quickest(ways: Sequence[Way]) -> str:
     """The recommended way, as a sentence."""
-    shares = {way.spelling: way.ratio for way in ways if way.ratio is not None}
+    shares = {way.code: way.ratio for way in ways if way.ratio is not None}
     near = as_quick({_EAGER: 1.0} | shares, _CLEARLY)
     if _EAGER in near:
         return "neither is quicker than eager for this sample"
@@ -77,25 +77,23 @@ def compare_ways(call: SampleCall) -> tuple[Way, ...]:
             eager = _stepper(copy.deepcopy(call.module), call)
             eager()
             tried = [_tried(_PARTS, _in_parts, call), _tried(_DYNAMO, _dynamo, call)]
-            steps = {_EAGER: eager} | {spelling: step for spelling, step, _ in tried if step is not None}
+            steps = {_EAGER: eager} | {code: step for code, step, _ in tried if step is not None}
             shares = ratios(_PACE.rounds(steps), _EAGER)
-            return tuple(
-                Way(spelling, shares.get(spelling), told() if callable(told) else told) for spelling, _, told in tried
-            )
+            return tuple(Way(code, shares.get(code), told() if callable(told) else told) for code, _, told in tried)
     finally:
         torch.compiler.reset()
 
 
-def _tried(spelling: str, prepare: Callable[[SampleCall], tuple[Step, Callable[[], str]]], call: SampleCall) -> tuple:
-    """Prepares a way and runs it once → its spelling, its step (``None`` if it raised), a description or the error."""
+def _tried(code: str, prepare: Callable[[SampleCall], tuple[Step, Callable[[], str]]], call: SampleCall) -> tuple:
+    """Prepares a way and runs it once → its code, its step (``None`` if it raised), a description or the error."""
     try:
         step, told = prepare(call)
         step()
     except Exception as error:  # noqa: BLE001 - whatever a way raises, the answer is that it cannot be taken
         swallowed(error)
         first = (str(error).splitlines() or [""])[0]
-        return spelling, None, f"{type(error).__name__}: {first}"
-    return spelling, step, told
+        return code, None, f"{type(error).__name__}: {first}"
+    return code, step, told
 
 
 def _in_parts(call: SampleCall) -> tuple[Step, Callable[[], str]]:

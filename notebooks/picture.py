@@ -38,7 +38,7 @@ def main() -> None:
     lowered = lower(Block(256), torch.randn(64, 256, requires_grad=True))
     picture = visualize(lowered, "split", kernels=True)
     path.write_text(small_svg(picture.pipe(format="svg", encoding="utf-8")), encoding="utf-8")
-    print(f"{path}: {path.stat().st_size} bytes, {len(lowered.plan.captures)} saved tensors")
+    print(f"{path}: {path.stat().st_size} bytes, {len(lowered.plan.saved_tensors)} saved tensors")
 
 
 if __name__ == "__main__":

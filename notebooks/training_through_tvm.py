@@ -167,7 +167,7 @@ visualize(lower(half, x, partition="save_all"), "cleaned")
 # %%
 for name, part in (("forward", lowered.forward), ("backward", lowered.backward)):
     print(f"{name}: {len(part.params)} parameters, {size(part)} operations, {len(results(part))} results")
-saved_tensors = lowered.plan.captures
+saved_tensors = lowered.plan.saved_tensors
 print(f"{len(saved_tensors)} saved tensors, {lowered.plan.bytes:,} bytes; the largest:")
 for saved in sorted(saved_tensors, key=lambda saved: -saved.bytes)[:4]:
     print(f"  {saved.name:<24} {saved.dtype} {saved.shape}: {saved.reason}")
@@ -343,10 +343,10 @@ print(saved_bytes(smaller, layer, (x,)))
 # the sum is least; matrix products and reductions are never computed twice. The rest is recomputed in the backward.
 
 # %%
-print(f"save_all {lowered.plan.bytes:,} bytes in {len(lowered.plan.captures)} saved tensors")
-print(f"min_cut  {smaller.plan.bytes:,} bytes in {len(smaller.plan.captures)} saved tensors,", end=" ")
+print(f"save_all {lowered.plan.bytes:,} bytes in {len(lowered.plan.saved_tensors)} saved tensors")
+print(f"min_cut  {smaller.plan.bytes:,} bytes in {len(smaller.plan.saved_tensors)} saved tensors,", end=" ")
 print(f"{len(smaller.plan.recomputed)} operations recomputed")
-still = {saved.name for saved in smaller.plan.captures}
+still = {saved.name for saved in smaller.plan.saved_tensors}
 gone = [f"{saved.name} ({saved.op})" for saved in saved_tensors if saved.name not in still]
 print("no longer saved:", *gone, sep="\n  ")
 assert smaller.plan.bytes < lowered.plan.bytes
@@ -361,7 +361,7 @@ visualize(lower(half, x), "split")
 # Every saved value has a reason:
 
 # %%
-for saved in smaller.plan.captures:
+for saved in smaller.plan.saved_tensors:
     print(f"{saved.bytes:>7,}  {saved.module_path or '(root)'}: {saved.reason}")
 
 # %% [markdown]

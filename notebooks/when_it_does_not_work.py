@@ -293,6 +293,6 @@ assert saved["min_cut"] < saved["save_all"] and saved["recompute_all"] < saved["
 # %%
 policy = MinCut(policy=lambda node: "save" if node.op == "relax.nn.gelu" else None)
 plan = lower(block, x, partition=policy).plan
-for saved in plan.captures:
+for saved in plan.saved_tensors:
     print(f"{saved.bytes:>7,}  {saved.name} ({saved.op}): {saved.reason}")
-assert any(saved.op == "relax.nn.gelu" for saved in plan.captures)
+assert any(saved.op == "relax.nn.gelu" for saved in plan.saved_tensors)

@@ -35,7 +35,7 @@ from typing import TypeVar
 
 from partition.cost import flops, product, recompute_cost
 from partition.graph import Choice, JointGraph
-from partition.plan import captured_set, reader
+from partition.plan import backward_reads, reader
 
 _SOURCE, _SINK = "source", "sink"
 
@@ -261,10 +261,10 @@ def fit(
         allow_products: whether matrix products, convolutions and library calls may be recomputed.
     """
     saved, given_up, obstacles = _give_up(graph, choice, limit, forced, allow_products)
-    total, room, bound = _captured(graph, saved), limit, 0
+    total, room, bound = _saved_bytes(graph, saved), limit, 0
     if total > limit:
         least = fewest_bytes(graph, savable, forced=forced, allow_products=allow_products)
-        bound = total if least is None else min(total, _captured(graph, least))
+        bound = total if least is None else min(total, _saved_bytes(graph, least))
         if bound <= limit or total - bound >= _NOTICEABLE * bound:
             saved = {name: choice.saved.get(name, f"fewest bytes: needed by {reader(graph, name)}") for name in least}
             total, given_up = bound, []
@@ -285,10 +285,10 @@ def _give_up(
 ) -> tuple[dict[str, str], list[tuple[int, str]], dict[str, str]]:
     """Gives up saved tensors one at a time until the rest fits: the rest, the given-up ones with their flops, and by
     tensor the reason it had to stay."""
-    captured = captured_set(graph, choice)
-    saved = {name: choice.saved[name] for name in captured.captures}
-    stops = set(captured.outputs) | set(graph.primals)
-    computed = set(captured.computed)
+    reads = backward_reads(graph, choice)
+    saved = {name: choice.saved[name] for name in reads.saved_tensors}
+    stops = set(reads.outputs) | set(graph.primals)
+    computed = set(reads.computed)
     total = sum(graph.nodes[name].bytes for name in saved)
     given_up: list[tuple[int, str]] = []
     obstacles: dict[str, str] = {}
@@ -318,8 +318,9 @@ def _give_up(
     return saved, given_up, obstacles
 
 
-def _captured(graph: JointGraph, names: Collection[str]) -> int:
-    return sum(graph.nodes[name].bytes for name in captured_set(graph, Choice(dict.fromkeys(names, ""))).captures)
+def _saved_bytes(graph: JointGraph, names: Collection[str]) -> int:
+    reads = backward_reads(graph, Choice(dict.fromkeys(names, "")))
+    return sum(graph.nodes[name].bytes for name in reads.saved_tensors)
 
 
 def _obstacle(graph: JointGraph, name: str, forced: Collection[str]) -> str:

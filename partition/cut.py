@@ -1,6 +1,6 @@
 """Partitioning: a joint function and a strategy -> a plan, a forward function and a backward function.
 
-Splitting: a graph and its captured set -> the forward and the backward function.
+Splitting: a graph and the values that the backward reads -> the forward and the backward function.
 Every variable is new (under its old name), so that forward, backward and joint can live in one module.
 
 Scheduling: the backward's bindings -> their order, recomputation as late and last uses as early as possible.
@@ -31,7 +31,7 @@ from partition.heuristics import (
     save_weight_casts,
 )
 from partition.min_cut import MinCut
-from partition.plan import CapturedSet, Plan, RecomputeAll, SaveAll, captured_set, fingerprints, make_plan
+from partition.plan import BackwardReads, Plan, RecomputeAll, SaveAll, backward_reads, fingerprints, make_plan
 
 
 def backward_order(graph: JointGraph, body: Collection[str]) -> list[str]:
@@ -127,7 +127,7 @@ def _list_schedule(graph: JointGraph, body: set[str], adjoint: list[str]) -> lis
     return list(done)
 
 
-def split(graph: JointGraph, captured: CapturedSet) -> tuple[Function, Function]:
+def split(graph: JointGraph, reads: BackwardReads) -> tuple[Function, Function]:
     """The forward and the backward function.
 
     Returns:
@@ -135,14 +135,14 @@ def split(graph: JointGraph, captured: CapturedSet) -> tuple[Function, Function]
             independent of the choice.
         backward: saved primals, saved outputs, saved tensors, all grad_outs -> gradients.
     """
-    body = [name for name in graph.nodes if name in graph.forward] + list(captured.extra)
-    results = (*graph.outputs, *captured.captures)
-    constants = (*graph.output_values, *(None for _ in captured.captures))
+    body = [name for name in graph.nodes if name in graph.forward] + list(reads.extra)
+    results = (*graph.outputs, *reads.saved_tensors)
+    constants = (*graph.output_values, *(None for _ in reads.saved_tensors))
     forward = _function(graph, [], {}, graph.primals, body, results, constants)
     params = {
-        name: Var(name, graph.nodes[name].var.ty) for name in (*captured.primals, *captured.outputs, *captured.captures)
+        name: Var(name, graph.nodes[name].var.ty) for name in (*reads.primals, *reads.outputs, *reads.saved_tensors)
     }
-    return forward, _backward(graph, list(params.values()), params, captured.computed)
+    return forward, _backward(graph, list(params.values()), params, reads.computed)
 
 
 def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outputs: int) -> Function:
@@ -160,8 +160,8 @@ def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outpu
     """
     graph = build_graph(joint, num_primals, num_outputs, as_read=plan.as_read)
     known = fingerprints(graph)
-    held = plan.free + plan.captures
-    for saved in plan.captures:
+    held = plan.free + plan.saved_tensors
+    for saved in plan.saved_tensors:
         if saved.name in graph.forward and known[saved.name] != plan.fingerprints[saved.name]:
             raise ValueError(f"the plan saves {saved.name}, which this joint function computes in another way")
     outputs = plan.free[len(plan.saved_primals) :]
@@ -182,7 +182,7 @@ def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outpu
         for name, fingerprint in known.items()
         if fingerprint in by_fingerprint
     }
-    reads = captured_set(graph, Choice(dict.fromkeys(provided, "saved by the plan"), use_outputs=False))
+    reads = backward_reads(graph, Choice(dict.fromkeys(provided, "saved by the plan"), use_outputs=False))
     empty = {name for name in reads.primals if name not in provided and 0 in shape(graph.nodes[name].var)}
     missing = [name for name in reads.primals if name not in provided and name not in empty]
     if missing:
@@ -306,8 +306,8 @@ def partition(
         choice = save_concatenations(graph, choice)
     if as_read:
         choice = save_in_readers_layout(graph, choice)
-    plan, captured = make_plan(graph, chosen.name, choice, save_all=SaveAll().choose(graph), as_read=as_read)
-    forward, backward = split(graph, captured)
+    plan, reads = make_plan(graph, chosen.name, choice, save_all=SaveAll().choose(graph), as_read=as_read)
+    forward, backward = split(graph, reads)
     return Partitioned(plan, forward, backward)
 
 

@@ -33,7 +33,7 @@ from dataclasses import replace
 from partition.cost import is_item, is_view, product, read_by_kernel, view_base
 from partition.graph import PERMUTATION, Choice, JointGraph, keeps_rows
 from partition.ops import CHEAP, ROW, VIEWS
-from partition.plan import captured_set
+from partition.plan import backward_reads
 
 _OF_MATRICES = ("relax.matmul", "library.matmul_bias")
 
@@ -81,9 +81,9 @@ _JOIN = "relax.concat"
 
 def save_concatenations(graph: JointGraph, choice: Choice) -> Choice:
     """Replaces saved values by the concatenation that is their only use in the backward."""
-    found = captured_set(graph, choice)
+    found = backward_reads(graph, choice)
     computed, saved = set(found.computed), dict(choice.saved)
-    for name in found.captures:
+    for name in found.saved_tensors:
         base = view_base(graph, name)
         most = graph.nodes[base].bytes
         is_copied = graph.nodes[name].bytes < most or _is_result_as_view(graph, base)
@@ -174,7 +174,7 @@ def _operand(graph: JointGraph, name: str) -> str | None:
 
 def bound_recompute_depth(graph: JointGraph, choice: Choice) -> Choice:
     """Adds the values that products read in both halves and whose recomputation reads another value of this kind."""
-    computed = [name for name in captured_set(graph, choice).computed if name in graph.forward]
+    computed = [name for name in backward_reads(graph, choice).computed if name in graph.forward]
     written = {name for name in computed if not is_view(graph.nodes[name]) and _is_written_twice(graph, name)}
     behind: set[str] = set()  # values made of a written value, directly or not
     saved = {}

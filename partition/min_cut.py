@@ -13,7 +13,7 @@ from autodiff.ir import Function
 from partition.budget import fit, minimum_cut
 from partition.cost import must_save_reason, product, recompute_cost, save_cost
 from partition.graph import Choice, JointGraph, Node, build_graph
-from partition.plan import Plan, RecomputeAll, SaveAll, captured_set, make_plan, reader
+from partition.plan import Plan, RecomputeAll, SaveAll, backward_reads, make_plan, reader
 
 Policy = Callable[[Node], str | None]
 
@@ -79,7 +79,7 @@ class MinCut:
             return choice
         limit = self.budget
         if isinstance(limit, float):
-            whole = captured_set(graph, SaveAll().choose(graph)).captures
+            whole = backward_reads(graph, SaveAll().choose(graph)).saved_tensors
             limit = int(limit * sum(graph.nodes[name].bytes for name in whole))
         forced = {name for name, reason in costs.must_save.items() if reason == _FORCED}
         savable = {name for name, cost in costs.save.items() if cost is not None}
@@ -133,7 +133,7 @@ def _obstacle(graph: JointGraph, costs: Costs, name: str) -> str:
     """Why a value on an infinite path can be neither saved nor recomputed."""
     found = []
     if costs.save[name] is None:
-        found.append("not captured as such" if graph.nodes[name].is_tensor else f"a {graph.nodes[name].dtype}")
+        found.append("not saved as such" if graph.nodes[name].is_tensor else f"a {graph.nodes[name].dtype}")
     if costs.recompute[name] is None:
         found.append(costs.must_save[name])
     return ", ".join(found)

@@ -1,6 +1,6 @@
 """The plan: a graph and a choice -> the saved tensors with reasons and bytes, and the recomputed bindings.
 
-The captured set: a graph and a strategy's choice -> the values that the backward reads, and those it computes.
+Backward reads: a graph and a strategy's choice -> the values that the backward reads, and the values it computes.
 
 Graph colouring: a graph -> the strategies ``save_all`` and ``recompute_all``, and a colour per node.
 Forward bindings are red. Bindings that the gradient reads turn blue and are saved. Parameters and forward outputs are
@@ -24,21 +24,22 @@ from partition.graph import Choice, JointGraph
 
 
 @dataclass(frozen=True)
-class CapturedSet:
-    """The values that the backward reads (``primals``, ``outputs``, ``captures``) and the values it computes itself.
+class BackwardReads:
+    """The values that the backward reads and the values that it computes itself.
 
-    ``computed`` are bindings of the backward that do not depend on a grad_out; ``extra`` are side bindings that the
-    forward computes only for a saved tensor. All in joint order.
+    It reads ``primals``, ``outputs`` and ``saved_tensors``. ``computed`` are bindings of the backward that do not
+    depend on a grad_out; ``extra`` are side bindings that the forward computes only for a saved tensor. All in joint
+    order.
     """
 
     primals: tuple[str, ...]
     outputs: tuple[str, ...]
-    captures: tuple[str, ...]
+    saved_tensors: tuple[str, ...]
     computed: tuple[str, ...]
     extra: tuple[str, ...]
 
 
-def captured_set(graph: JointGraph, choice: Choice) -> CapturedSet:
+def backward_reads(graph: JointGraph, choice: Choice) -> BackwardReads:
     """Walks from the values that the backward requires to saved values, parameters and constants."""
     free = graph.free_outputs
     if not choice.use_outputs:
@@ -55,20 +56,20 @@ def captured_set(graph: JointGraph, choice: Choice) -> CapturedSet:
             read.add(name)
         else:
             stack.extend(graph.nodes[name].inputs)
-    captures = tuple(
+    saved_tensors = tuple(
         name for name in graph.nodes if name in read and name not in free and graph.nodes[name].value is not None
     )
-    return CapturedSet(
+    return BackwardReads(
         primals=tuple(name for name in graph.primals if name in read),
         outputs=tuple(name for name in free if name in read),
-        captures=captures,
+        saved_tensors=saved_tensors,
         computed=tuple(name for name in graph.nodes if name in seen and name not in read),
-        extra=_side_work(graph, captures),
+        extra=_side_work(graph, saved_tensors),
     )
 
 
-def _side_work(graph: JointGraph, captures: tuple[str, ...]) -> tuple[str, ...]:
-    wanted = {name for name in captures if name not in graph.forward}
+def _side_work(graph: JointGraph, saved_tensors: tuple[str, ...]) -> tuple[str, ...]:
+    wanted = {name for name in saved_tensors if name not in graph.forward}
     for name in reversed(graph.nodes):
         if name in wanted:
             wanted.update(read for read in graph.nodes[name].inputs if read in graph.side)
@@ -112,7 +113,7 @@ _MASK_PREFIX = "mask_"
 class Saved:
     """One value that the backward reads.
 
-    ``kind`` is ``"capture"`` (an additional result of the forward), ``"output"`` (a regular result), or for inputs
+    ``kind`` is ``"intermediate"`` (an additional result of the forward), ``"output"`` (a regular result), or for inputs
     ``"primal"`` and ``"mask"`` (a dropout mask). ``reason`` is a sentence; ``op`` is the operator of the value;
     ``module_path`` is its place in the user's module, as far as the caller knows it. ``bytes`` are the sample's where
     an extent is symbolic.
@@ -144,8 +145,8 @@ class Plan:
         strategy: name of the strategy.
         saved_primals: indices of the primal parameters that the backward reads.
         saved_outputs: indices of the forward outputs that it reads.
-        captures: the additional results of the forward, in their order.
-        free: the primals and outputs above, described like captures; they are not copied.
+        saved_tensors: the additional results of the forward, in their order.
+        free: the primals and outputs above, described like the saved tensors; they are not copied.
         recomputed: the forward's bindings that the backward recomputes.
         cost: the cost of their recomputation.
         save_all_bytes: bytes saved under ``save_all``, for comparison.
@@ -158,7 +159,7 @@ class Plan:
     strategy: str
     saved_primals: tuple[int, ...]
     saved_outputs: tuple[int, ...]
-    captures: tuple[Saved, ...]
+    saved_tensors: tuple[Saved, ...]
     free: tuple[Saved, ...]
     recomputed: tuple[str, ...]
     cost: Cost
@@ -170,13 +171,13 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the captures, which only the backward keeps alive."""
-        return sum(saved.bytes for saved in self.captures)
+        """Bytes of the saved tensors, which only the backward keeps alive."""
+        return sum(saved.bytes for saved in self.saved_tensors)
 
     @property
     def size(self) -> Dim:
-        """Bytes of the captures, as an extent."""
-        return sum(saved.size for saved in self.captures)
+        """Bytes of the saved tensors, as an extent."""
+        return sum(saved.size for saved in self.saved_tensors)
 
     @property
     def total_bytes(self) -> int:
@@ -185,11 +186,11 @@ class Plan:
 
     @property
     def by_size(self) -> list[Saved]:
-        """The captures, the largest first, then the free values."""
-        return [*sorted(self.captures, key=lambda saved: -saved.bytes), *self.free]
+        """The saved tensors, the largest first, then the free values."""
+        return [*sorted(self.saved_tensors, key=lambda saved: -saved.bytes), *self.free]
 
     def table(self) -> str:
-        """The plan as text: a row per saved value, largest capture first, then totals and notes."""
+        """The plan as text: a row per saved value, largest saved tensor first, then totals and notes."""
         rows = [("value", "module", "shape", "dtype", "bytes", "kind", "why")]
         for saved in self.by_size:
             shape = "x".join(map(str, saved.shape)) or "scalar"
@@ -203,7 +204,7 @@ class Plan:
         """Totals saved and recomputed, compared with the extremes, and the notes: a few lines."""
         share = f", {self.bytes / self.save_all_bytes:.2f} of save_all" if self.save_all_bytes else ""
         lines = [
-            f"{self.strategy}: {len(self.captures)} saved tensors, {bytes_text(self)} bytes{share}; "
+            f"{self.strategy}: {len(self.saved_tensors)} saved tensors, {bytes_text(self)} bytes{share}; "
             f"{self.total_bytes:,} bytes with what is free",
             f"recomputed: {len(self.recomputed)} bindings, {self.cost.flops:,} flops, {self.cost.bytes:,} bytes moved",
             f"extremes: save_all {self.save_all_bytes:,} bytes, nothing recomputed; inputs only 0 bytes, "
@@ -235,8 +236,8 @@ def bytes_text(held: Saved | Plan) -> str:
 
 def make_plan(
     graph: JointGraph, strategy: str, choice: Choice, *, save_all: Choice, as_read: bool = False
-) -> tuple[Plan, CapturedSet]:
-    """The plan of a choice, and the captured set that it describes.
+) -> tuple[Plan, BackwardReads]:
+    """The plan of a choice, and the backward reads that it describes.
 
     ``ValueError`` if the choice saves a value that does not exist, is no tensor, or depends on a grad_out.
     """
@@ -244,8 +245,8 @@ def make_plan(
         if name not in graph.forward and name not in graph.side:
             raise ValueError(f"{strategy} saves {name}, which is no binding that the forward could compute")
         if not graph.nodes[name].is_tensor:
-            raise ValueError(f"{strategy} saves {name}, a {graph.nodes[name].dtype}; only tensors can be captured")
-    captured = captured_set(graph, choice)
+            raise ValueError(f"{strategy} saves {name}, a {graph.nodes[name].dtype}; only tensors can be saved")
+    reads = backward_reads(graph, choice)
     known = fingerprints(graph)
 
     def saved(name: str, kind: str, reason: str) -> Saved:
@@ -256,30 +257,30 @@ def make_plan(
         saved(name, "mask", "free: a mask, drawn before the forward and never drawn twice")
         if name.startswith(_MASK_PREFIX)
         else saved(name, "primal", "free: a parameter of the forward")
-        for name in captured.primals
+        for name in reads.primals
     ]
-    free += [saved(name, "output", "free: the forward returns it anyway") for name in captured.outputs]
-    recomputed = _recomputed(graph, captured)
+    free += [saved(name, "output", "free: the forward returns it anyway") for name in reads.outputs]
+    recomputed = _recomputed(graph, reads)
     plan = Plan(
         strategy=strategy,
-        saved_primals=tuple(graph.primal_index[name] for name in captured.primals),
-        saved_outputs=tuple(graph.free_outputs[name] for name in captured.outputs),
-        captures=tuple(saved(name, "capture", choice.saved[name]) for name in captured.captures),
+        saved_primals=tuple(graph.primal_index[name] for name in reads.primals),
+        saved_outputs=tuple(graph.free_outputs[name] for name in reads.outputs),
+        saved_tensors=tuple(saved(name, "intermediate", choice.saved[name]) for name in reads.saved_tensors),
         free=tuple(free),
         recomputed=tuple(recomputed),
         cost=_cost(graph, recomputed),
-        save_all_bytes=sum(graph.nodes[name].bytes for name in captured_set(graph, save_all).captures),
-        inputs_only=_cost(graph, _recomputed(graph, captured_set(graph, Choice(use_outputs=False)))),
+        save_all_bytes=sum(graph.nodes[name].bytes for name in backward_reads(graph, save_all).saved_tensors),
+        inputs_only=_cost(graph, _recomputed(graph, backward_reads(graph, Choice(use_outputs=False)))),
         notes=choice.notes,
-        fingerprints={name: known[name] for name in (*captured.primals, *captured.outputs, *captured.captures)},
+        fingerprints={name: known[name] for name in (*reads.primals, *reads.outputs, *reads.saved_tensors)},
         as_read=as_read,
     )
-    return plan, captured
+    return plan, reads
 
 
-def _recomputed(graph: JointGraph, captured: CapturedSet) -> list[str]:
+def _recomputed(graph: JointGraph, reads: BackwardReads) -> list[str]:
     """The forward's bindings that the backward computes again."""
-    return [name for name in captured.computed if name in graph.forward or name in captured.extra]
+    return [name for name in reads.computed if name in graph.forward or name in reads.extra]
 
 
 def _cost(graph: JointGraph, names: list[str]) -> Cost:
@@ -317,14 +318,14 @@ def coloring(graph: JointGraph) -> dict[str, str]:
     ``"red"``: forward. ``"blue"``: forward, and saved. ``"green"``: parameters and outputs that the backward reads for
     free. ``"white"``: other parameters. ``"black"``: backward.
     """
-    captured = captured_set(graph, SaveAll().choose(graph))
+    reads = backward_reads(graph, SaveAll().choose(graph))
     colors = {}
     for name, node in graph.nodes.items():
-        if name in captured.primals or name in captured.outputs:
+        if name in reads.primals or name in reads.outputs:
             colors[name] = "green"
         elif node.value is None:
             colors[name] = "white"
-        elif name in captured.captures:
+        elif name in reads.saved_tensors:
             colors[name] = "blue"
         else:
             colors[name] = "red" if name in graph.forward else "black"

@@ -213,7 +213,7 @@ def _step(
         else:
             params.append(BackwardParameter("constant", place - scan.carries - scan.xs))
     params += [BackwardParameter("y", held(made[place])) for place in plan.saved_outputs]
-    params += [BackwardParameter("y", outputs + place) for place in range(len(plan.captures))]
+    params += [BackwardParameter("y", outputs + place) for place in range(len(plan.saved_tensors))]
     params += [BackwardParameter("grad", place) for place in differentiated]
     text = body_text(build_function(list(forward.params), list(bindings(forward)), made))
     return text, BackwardStep(join_products(cut.backward), tuple(params), wanted, differentiated, after)

@@ -103,10 +103,10 @@ ELSEWHERE = {
     "bridge/base/test_torch_internals.py": {
         "torch outside of 2.11": "a_missing_name_is_an_error_that_says_so_or_takes_its_fallback",
     },
-    "bridge/dispatch/test_varying.py": {
+    "bridge/dispatch/test_dynamic_entries.py": {
         "a size that cannot vary, found by misses": "what_was_refused_is_not_tried_again",
     },
-    "bridge/dispatch/test_varying_attention.py": {
+    "bridge/dispatch/test_dynamic_attention.py": {
         "fused attention on a GPU, before torch 2.13": "draws_and_gradients",
     },
     "bridge/compile/test_symbolic_columns.py": {
@@ -124,7 +124,7 @@ ELSEWHERE = {
     "bridge/parity/test_precision_casts.py": {
         "`nn.LSTM`, `nn.GRU`, `nn.RNN` with dropout": "operators_inside_which_autocast_casts"
     },
-    "gpu/test_placed_draws.py": {
+    "gpu/test_draws_at_offsets.py": {
         "a computed draw on the host in a module on a GPU": "a_host_computed_draw_is_refused_by_name",
     },
     "bridge/compile/test_piecewise.py": {

@@ -33,17 +33,18 @@ OLD = {
     "pre-call guard expression": r"\brecomputed numbers?\b",
     "dynamic scalars": r"\bnumber inputs?\b",
     "automatic dynamic shapes": r"\bgeneralizations?\b",
-    "custom autograd Function": r"(?-i:\bown Functions?\b)|\bown_functions\b",
+    "custom autograd Function": r"(?-i:\bown Functions?\b)",
     "signature binding": r"\bspellings? of (a|the) calls?\b",
-    "layout propagation": r"\b(channels|heads)[_ ]behind\b",
-    "cross-entropy fusion": r"\bpicked[_ ]rows\b",
-    "bias epilogue": r"\bbiased[_ ]products?\b",
-    "saved-tensor heuristics": r"\brows[_ ]again\b|\bshort[_ ]chains?\b|\bkept[_ ]casts?\b|\bjoined[_ ]behind\b",
+    "layout propagation": r"\b(channels|heads) behind\b",
+    "cross-entropy fusion": r"\bpicked rows\b",
+    "bias epilogue": r"\bbiased products?\b",
+    "saved-tensor heuristics": r"\brows again\b|\bshort chains?\b|\bkept casts?\b|\bjoined behind\b",
     "layout-agnostic graph": r"\bneutral (graph|node)s?\b",
     "lanes of a split reduction": r"\bstrands?\b",
-    "in-kernel Philox draw at an offset": r"\bplaced[_ ]draws?\b",
+    "in-kernel Philox draw at an offset": r"\bplaced draws?\b",
     "recomputed dropout mask": r"(?<!re)\bcomputed masks?\b",
-    "static and copied graph inputs": r"\bbuffered ports?\b|\bdirect ports?\b",
+    "static and copied graph inputs": r"\bbuffered ports?\b|\bdirect ports?\b|\btest ports\b",
+    "saved tensors": r"\.captures\b|\bcaptures[=:]|\bcaptured set\b",
 }
 """New word → the old one, in prose and identifiers."""
 
@@ -93,16 +94,19 @@ def _blocks_removed(text: str) -> dict[int, str]:
 
 
 def found(kinds: dict[str, str], paths: Sequence[str] = (), *, code: bool = False) -> list[Hit]:
-    """The lines that match; ``code``: of whole Python files, not of their prose alone."""
+    """The lines that match; ``code``: names of files and whole Python files, not their prose alone; identifiers are
+    read as words."""
     hits, any_kind = [], re.compile("|".join(kinds.values()), re.I)
     for file in _files(paths):
         text = (ROOT / file).read_text(encoding="utf-8")
+        if code:
+            text = f"{file}\n{text}".replace("_", " ")
         if file in _PAGES or not any_kind.search(text):
             continue
         if file.endswith(".py"):
-            lines = dict(enumerate(text.splitlines(), 1)) if code else _prose(text)
+            lines = dict(enumerate(text.splitlines())) if code else _prose(text)
         else:
-            lines = _blocks_removed(text)
+            lines = {number - code: line for number, line in _blocks_removed(text).items()}
         for number, line in sorted(lines.items()):
             hits += [Hit((file, number, k, line.strip())) for k, of in kinds.items() if re.search(of, line, re.I)]
     return hits

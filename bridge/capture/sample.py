@@ -40,7 +40,7 @@ def normalize_sample(
 
     Raises:
         TypeError: for anything else, for keyword arguments given twice, and for a sample that fits the signature in
-            both ways; the message has both spellings.
+            both ways; the message has both ways to write it.
 
     Example:
         >>> normalize_sample(nn.Linear(3, 2), {"input": x}, None)

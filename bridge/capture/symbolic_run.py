@@ -176,7 +176,7 @@ def _max_pool1d(
 @quirk(
     "F.scaled_dot_product_attention",
     reason="the C++ of products, which its formula with dropout is made of on a CPU, reads sizes as numbers",
-    test="tests/bridge/dispatch/test_varying_attention.py",
+    test="tests/bridge/dispatch/test_dynamic_attention.py",
     until="2.13",
 )
 def _attention(

@@ -225,7 +225,7 @@ def _generator(step: steps.Generator) -> Action:
 
 def _save(step: steps.Save) -> Action:
     """An action that collects a call's saved, held and watched tensors."""
-    primals, outputs, copied, captures = picker(step.primals), picker(step.outputs), step.copied, step.captures
+    primals, outputs, copied, first = picker(step.primals), picker(step.outputs), step.copied, step.saved_tensors
     aliased = tuple(place for place in step.aliased if place not in copied)
     beside, left = picker(step.beside), step.left
     is_apart = bool(step.beside_copied or step.beside_followed)
@@ -234,7 +234,7 @@ def _save(step: steps.Save) -> Action:
 
     def save(call: CallValues) -> None:
         values = call.values
-        call.saved = [*primals(call.primals), *outputs(values), *values[captures:]]
+        call.saved = [*primals(call.primals), *outputs(values), *values[first:]]
         for place in copied:
             call.saved[place] = call.saved[place].clone()
         for place, index in left:

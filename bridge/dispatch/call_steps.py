@@ -202,7 +202,7 @@ class Save(CallStep):
         copied: indices into ``primals`` of tensors saved as copies: buffers that the call changes, and tensors that
             eager does not save.
         outputs: places of saved outputs.
-        captures: the first saved intermediate among the results; all later results are saved.
+        saved_tensors: the first saved intermediate among the results; all later results are saved.
         names: of all saved tensors.
         aliased: indices into ``primals`` + ``outputs`` of tensors saved as detached aliases: outputs, and inputs of
             which eager saves views (:func:`saved_apart`).
@@ -221,7 +221,7 @@ class Save(CallStep):
     primals: tuple[int, ...]
     copied: tuple[int, ...]
     outputs: tuple[int, ...]
-    captures: int
+    saved_tensors: int
     names: tuple[str, ...]
     aliased: tuple[int, ...] = ()
     left: tuple[tuple[int, int], ...] = ()

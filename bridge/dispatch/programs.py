@@ -205,7 +205,7 @@ def compile_programs(
         "forward",
         replace(options, **forward_orders(lowered)),
         masks.forward,
-        None if shared is None else partial(shared.forward, outputs=num_outputs, captures=lowered.num_results),
+        None if shared is None else partial(shared.forward, outputs=num_outputs, saved_tensors=lowered.num_results),
     )
     if not lowered.differentiable:
         made = Programs(forward, num_outputs, masks=masks)
@@ -356,7 +356,7 @@ def freeze_programs(
     orders = memory_orders(lowered.captured, lowered.imported.output_of)
     same = replace(options, constants=len(results(frozen.constants)), orders=orders)
     shared = None if graphs is None else EntryGraphs(graphs)
-    graphed = None if shared is None else partial(shared.forward, outputs=outputs, captures=lowered.num_results)
+    graphed = None if shared is None else partial(shared.forward, outputs=outputs, saved_tensors=lowered.num_results)
     constants = Executable(frozen.constants, name, "constants", options)
     call = Executable(frozen.call, name, "forward", same, graphed=graphed)
     _ = constants.program, call.program  # whose compilation may time candidates, before either's machine code

@@ -32,7 +32,7 @@ from bridge.capture import (
 )
 from bridge.compile import Backend, DrawnMask
 from bridge.lowering import LoweredCall
-from bridge.rng import alignment_of, checked_gpu, computed_mask
+from bridge.rng import alignment_of, checked_gpu, recomputed_mask
 
 __all__ = ["Observed", "RecomputedMasks", "alignments", "numbers_read"]
 
@@ -140,7 +140,7 @@ class RecomputedMasks:
         for place, index in enumerate(used, inputs):
             draw = captured.draws[index]
             is_here = draw.device == backend.device and _lies_well(draw, addresses or {})
-            mask = computed_mask(draw, gpu) if is_here else None
+            mask = recomputed_mask(draw, gpu) if is_here else None
             if mask is not None:
                 self.draws.append(index)
                 self.forward[place] = mask
@@ -152,7 +152,7 @@ class RecomputedMasks:
 
 
 def _lies_well(draw: Draw, addresses: Mapping[int, int]) -> bool:
-    """Whether a fused dropout's input, if it has one, has the alignment that :func:`computed_mask` assumes."""
+    """Whether a fused dropout's input, if it has one, has the alignment that :func:`recomputed_mask` assumes."""
     of = None if draw.operand is None else draw.operand.of
     return of is None or (of in addresses and addresses[of] % alignment_of(draw) == 0)
 

@@ -40,7 +40,7 @@ from bridge.capture import (
 )
 from bridge.compile import DrawnMask
 from bridge.dispatch import STEPS, Backward, CallStep, Entry, MakeDraws, Save
-from bridge.rng import checked_gpu, computed_mask
+from bridge.rng import checked_gpu, recomputed_mask
 from bridge.state import ModuleTensor
 
 __all__ = ["ResultRecord", "SavedCall", "data_of", "modes_of", "refuse_other_draws", "refuse_other_settings"]
@@ -347,7 +347,7 @@ def _masks(entry: Entry) -> tuple:
 
 
 def _rule(draw: Draw, device: torch.device) -> str:
-    mask: DrawnMask | None = computed_mask(draw, lambda: checked_gpu(device))
+    mask: DrawnMask | None = recomputed_mask(draw, lambda: checked_gpu(device))
     return repr(mask)
 
 

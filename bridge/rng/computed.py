@@ -38,7 +38,7 @@ from bridge.capture import Draw
 from bridge.compile import IN_A_ROW, Compilation, CompileOptions, DrawnMask, Gpu, backend_for, gpu_of
 
 __all__ = ["NATIVE_DROPOUT", "AttentionMask", "FusedDropout", "FusedSteps", "alignment_of", "begin_check"]
-__all__ += ["checked_gpu", "computed_mask", "mask_at", "mask_of_attention"]
+__all__ += ["checked_gpu", "mask_at", "mask_of_attention", "recomputed_mask"]
 
 NATIVE_DROPOUT = "aten.native_dropout.default"
 
@@ -129,7 +129,7 @@ _WIDEST = 16
 """The most bytes that a thread of eager's kernel loads at once."""
 
 
-def computed_mask(draw: Draw, gpu: Callable[[], Gpu | None]) -> DrawnMask | None:
+def recomputed_mask(draw: Draw, gpu: Callable[[], Gpu | None]) -> DrawnMask | None:
     """Eager's rule for a mask, by which a kernel computes it; ``None``: the mask is to be stored.
 
     A rule for an input's memory holds at addresses that are multiples of :func:`alignment_of` it. ``gpu`` gives the

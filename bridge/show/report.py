@@ -195,19 +195,19 @@ class EntryReport:
         plan = self.plan
         share = f", {plan.bytes / plan.save_all_bytes:.2f} of save_all" if plan.save_all_bytes else ""
         out = [
-            f"  saved     {len(plan.captures)} saved tensors, {_saved_bytes(plan)} ({plan.strategy}{share}); draws "
-            f"{megabytes(self.kept_bytes - plan.bytes)}; {len(plan.recomputed)} operations computed again"
+            f"  saved     {len(plan.saved_tensors)} saved tensors, {_saved_bytes(plan)} ({plan.strategy}{share}); "
+            f"draws {megabytes(self.kept_bytes - plan.bytes)}; {len(plan.recomputed)} operations computed again"
         ]
         rows = saved_rows(plan)
         if full:
             out += table(("value", "module", "tensor", "bytes", "kind", "why"), rows, full, right=(3,))
         else:
-            rows = rows[: min(FEW_SAVED, len(plan.captures))]
+            rows = rows[: min(FEW_SAVED, len(plan.saved_tensors))]
             lines = table(("value", "module", "tensor", "bytes"), [row[:4] for row in rows], full, right=(3,))
             out += lines[:1]
             for line, row in zip(lines[1:], rows, strict=True):
                 out += [line, cut(f"        {row[-1]}", full)]
-            left = plan.by_size[len(rows) : len(plan.captures)]
+            left = plan.by_size[len(rows) : len(plan.saved_tensors)]
             if left:
                 rest = megabytes(sum(saved.bytes for saved in left))
                 out.append(f"    ... {len(left)} more, {rest}; and {len(plan.free)} values that live anyway")

@@ -309,7 +309,7 @@ def _lowered(lowered: LoweredCall, stage: str | None, views: bool, kernels: bool
     display = {param.name: spec.name for param, spec in zip(params, tensors, strict=False)}
     plan = lowered.plan
     recomputed = set(plan.recomputed) if plan else set()
-    captured = {saved.name for saved in plan.captures} if plan else set()
+    captured = {saved.name for saved in plan.saved_tensors} if plan else set()
 
     def reading(again: set[str], clusters: dict[str, str], alias: dict[str, str] | None = None) -> FunctionNotes:
         return FunctionNotes(

@@ -74,7 +74,7 @@ def test_a_loss_keeps_numbers_of_a_row(all_are_read, dtype, cast):
     lowered.check()
     if all_are_read:
         return
-    kept = [shape_of(var) for var in captures(lowered)]
+    kept = [shape_of(var) for var in saved_tensors(lowered)]
     assert kept.count([2, 1, 3, 2]) == 3 and [2, 7, 3, 2] not in kept
     assert "R.nn.log_softmax" not in str(lowered.forward) and "R.sum" not in str(lowered.backward)
 
@@ -93,7 +93,7 @@ def test_of_widened_rows_one_number_is_read_narrow():
     assert 'R.Tensor((5, 1), dtype="bfloat16")' in gather
 
 
-def captures(lowered):
+def saved_tensors(lowered):
     return results(lowered.forward)[lowered.num_results :]
 
 

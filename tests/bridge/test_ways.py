@@ -29,8 +29,8 @@ def test_both_ways_are_tried_and_one_is_named():
     state, before = torch.get_rng_state(), copy.deepcopy(module.state_dict())
     found = examine(module, x, compare=True)
     parts, compiled = found.ways
-    assert "whole=False" in parts.spelling and "2 parts" in parts.told and parts.ratio > 0
-    assert "torch.compile" in compiled.spelling and compiled.ratio > 0 and "graphs" in compiled.told
+    assert "whole=False" in parts.code and "2 parts" in parts.told and parts.ratio > 0
+    assert "torch.compile" in compiled.code and compiled.ratio > 0 and "graphs" in compiled.told
     assert quickest(found.ways) in str(found) and str(parts) in str(found)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(now, before[name]) for name, now in module.state_dict().items())

@@ -73,7 +73,7 @@ def step(module, given, seed):
 @pytest.mark.parametrize("stored", [False, True], ids=["computed", "stored"])
 def test_a_step_is_eagers(sizes, kind, stored, monkeypatch):
     if stored:
-        monkeypatch.setattr(recompute, "computed_mask", lambda draw, gpu: None)
+        monkeypatch.setattr(recompute, "recomputed_mask", lambda draw, gpu: None)
     given = sample(*sizes, kind)
     eager = Attention(sizes[2], kind == "causal").to(DEVICE)
     ours = copy.deepcopy(eager)

@@ -49,8 +49,8 @@ def test_heads_are_saved_and_the_backward_permutes_none():
     joint, num_primals, num_outputs = attention()
     counts = {"num_primals": num_primals, "num_outputs": num_outputs}
     usual, other = (partition(joint, **counts, as_read=as_read) for as_read in (False, True))
-    assert [saved.shape for saved in usual.plan.captures].count(HEADS) == 1  # the context
-    assert [saved.shape for saved in other.plan.captures].count(HEADS) == 3  # query, key and value
+    assert [saved.shape for saved in usual.plan.saved_tensors].count(HEADS) == 1  # the context
+    assert [saved.shape for saved in other.plan.saved_tensors].count(HEADS) == 3  # query, key and value
     # the rest are gradients: of the context, and of query, key and value
     assert len(permutations(other.backward)) == 4 < len(permutations(usual.backward))
 
@@ -59,8 +59,8 @@ def test_permutations_that_are_made_here_stand_where_their_values_do():
     joint, num_primals, num_outputs = attention()
     paths = {var.name: f"layer.{var.name}" for var, _ in bindings(joint)}
     counts = {"num_primals": num_primals, "num_outputs": num_outputs}
-    captures = partition(joint, **counts, module_paths=paths, as_read=True).plan.captures
-    made = [saved for saved in captures if saved.name not in paths]
+    saved_tensors = partition(joint, **counts, module_paths=paths, as_read=True).plan.saved_tensors
+    made = [saved for saved in saved_tensors if saved.name not in paths]
     assert made and all(saved.module_path == f"layer.{saved.name.removesuffix('_rows')}" for saved in made)
 
 
@@ -73,7 +73,7 @@ def test_a_value_with_another_reader_is_saved_as_it_is():
     joint, num_primals, num_outputs = differentiate(b, [rows, b.let("other", op.tanh(h))], [x, w])
     counts = {"num_primals": num_primals, "num_outputs": num_outputs}
     plan = partition(joint, **counts, strategy="save_all", as_read=True).plan
-    assert "h" in {saved.name for saved in plan.captures}
+    assert "h" in {saved.name for saved in plan.saved_tensors}
 
 
 def test_a_backward_for_other_grad_outs():

@@ -42,7 +42,7 @@ def test_one_block_at_most_is_computed_again():
     usual, other = (partition(joint, **counts, bound_recompute=short) for short in (False, True))
     relus = [[op_name(value) for _, value in bindings(each.backward)].count("relax.nn.relu") for each in (usual, other)]
     assert relus == [BLOCKS, 1]
-    more = {each.name for each in other.plan.captures} - {each.name for each in usual.plan.captures}
+    more = {each.name for each in other.plan.saved_tensors} - {each.name for each in usual.plan.saved_tensors}
     assert more == {f"h{i}" for i in range(1, BLOCKS)}
     args = random_args(joint.params)
     wanted, found = (run_both_halves(each, num_primals, num_outputs, args) for each in (usual, other))

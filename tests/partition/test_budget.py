@@ -44,7 +44,7 @@ def test_no_more_is_given_up_than_the_budget_asks_for(layer):
 
 
 def test_a_generous_budget_changes_nothing(layer):
-    assert plan_of(layer, MinCut(budget=10**9)).captures == plan_of(layer, MinCut()).captures
+    assert plan_of(layer, MinCut(budget=10**9)).saved_tensors == plan_of(layer, MinCut()).saved_tensors
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.1, 0])
@@ -73,7 +73,7 @@ def test_out_of_reach_says_what_stands_in_the_way(layer):
 def test_out_of_reach_because_of_the_policy():
     strategy = MinCut(budget=0, policy=lambda node: "save" if node.name == "r" else None, allow_matmul_recompute=True)
     plan = plan_of(joints.mlp(), strategy)
-    assert [saved.name for saved in plan.captures] == ["r"]
+    assert [saved.name for saved in plan.saved_tensors] == ["r"]
     assert "the policy saves it" in plan.notes[0]
 
 
@@ -90,10 +90,10 @@ def two_scans_of_a_product():
 
 def test_the_least_is_found_where_no_single_capture_can_be_given_up():
     made = two_scans_of_a_product()
-    assert {saved.name for saved in plan_of(made, "min_cut").captures} == {"down", "right"}
+    assert {saved.name for saved in plan_of(made, "min_cut").saved_tensors} == {"down", "right"}
     plan = plan_of(made, MinCut(budget=4 * 4 * 4))
-    assert [saved.name for saved in plan.captures] == ["p"] and plan.notes == ()
-    assert plan.captures[0].reason == "fewest bytes: needed by multiply of first"
+    assert [saved.name for saved in plan.saved_tensors] == ["p"] and plan.notes == ()
+    assert plan.saved_tensors[0].reason == "fewest bytes: needed by multiply of first"
     (note,) = plan_of(made, MinCut(budget=4 * 4 * 4 - 1)).notes
     assert "64 bytes is the least" in note and "p, 64 bytes (matmul is a matrix product or convolution" in note
 
@@ -115,7 +115,7 @@ def test_row_statistics_are_not_given_up_for_nothing():
     reached = plan_of(made, MinCut(budget=wide))
     assert reached.bytes == wide and reached.notes == ()
     missed = plan_of(made, MinCut(budget=wide - 1))
-    assert missed.captures == free.captures and missed.cost == free.cost
+    assert missed.saved_tensors == free.saved_tensors and missed.cost == free.cost
     assert f"{wide:,} bytes is the least, and {wide + row:,} are saved" in missed.notes[0]
 
 

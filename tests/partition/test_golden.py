@@ -18,7 +18,7 @@ from tests.autodiff.golden import assert_same, is_pass
 
 @I.ir_module
 class Product:
-    """``sin(exp(x @ w)) @ v`` and two gradients; ``save_all`` captures ``e`` and ``s``, ``min_cut`` ``e`` alone."""
+    """``sin(exp(x @ w)) @ v`` and two gradients; ``save_all`` saves ``e`` and ``s``, ``min_cut`` ``e`` alone."""
 
     @R.function(private=True)
     def joint(

@@ -18,14 +18,14 @@ def plan_of(made, strategy="min_cut", **more):
 
 
 def names(plan):
-    return [saved.name for saved in plan.captures]
+    return [saved.name for saved in plan.saved_tensors]
 
 
 def test_relu_mlp_keeps_the_product_only():
     plan = plan_of(joints.mlp())
     assert names(plan) == ["h"]
     assert plan.recomputed == ("a", "r")
-    assert "matrix product" in plan.captures[0].reason
+    assert "matrix product" in plan.saved_tensors[0].reason
 
 
 def test_row_statistics_instead_of_rows():
@@ -41,8 +41,8 @@ def test_a_byte_mask_beats_the_floats_it_is_made_from():
     h = b.let("h", op.matmul(x, w))
     joint = differentiate(b, [b.let("y", op.nn.relu(h))], [w])
     plan = plan_of(joint)
-    assert [(saved.dtype, saved.bytes) for saved in plan.captures] == [("bool", 8 * 64)]
-    assert "only the gradient needs it" in plan.captures[0].reason
+    assert [(saved.dtype, saved.bytes) for saved in plan.saved_tensors] == [("bool", 8 * 64)]
+    assert "only the gradient needs it" in plan.saved_tensors[0].reason
     assert plan_of(joint, "save_all").bytes == 8 * 64 * 4
 
 
@@ -81,7 +81,7 @@ def test_equal_layers_are_cut_once(monkeypatch):
         solved = []
         monkeypatch.setattr(budget, "_solve", lambda edges, solved=solved: solved.append(edges) or solve(edges))
         plan = plan_of(bert(layers, 2, 16, 32, 4))
-        assert len(solved) == len(set(solved)) < len(plan.captures)
+        assert len(solved) == len(set(solved)) < len(plan.saved_tensors)
         counts.append(len(solved))
     assert counts[0] == counts[1], "as many for six layers as for three"
 
@@ -115,7 +115,7 @@ def test_policy_saves_and_recomputes():
     keep_relu = MinCut(policy=lambda node: "save" if node.op == "relax.nn.relu" else None)
     plan = plan_of(made, keep_relu)
     assert "r" in names(plan)
-    assert {saved.name: saved.reason for saved in plan.captures}["r"] == "forced: the policy saves it"
+    assert {saved.name: saved.reason for saved in plan.saved_tensors}["r"] == "forced: the policy saves it"
 
     drop_products = MinCut(policy=lambda node: "recompute" if node.op == "relax.matmul" else None)
     plan = plan_of(made, drop_products)
@@ -136,7 +136,7 @@ def test_policy_sees_module_paths():
     policy = MinCut(policy=lambda node: seen.update({node.name: node.module_path}))
     plan = plan_of(made, policy, module_paths={"h": "encoder.up", "a": ""})
     assert seen["h"] == "encoder.up" and seen["a"] == seen["r"] == ""  # a node without a path has its operand's
-    assert plan.captures[0].module_path == "encoder.up"
+    assert plan.saved_tensors[0].module_path == "encoder.up"
     assert "encoder.up" in plan.table()
 
 

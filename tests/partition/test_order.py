@@ -5,7 +5,7 @@ from __future__ import annotations
 from autodiff.ir import bindings, used_vars
 from partition import MinCut, build_graph, partition
 from partition.cut import backward_order, peak_bytes
-from partition.plan import captured_set
+from partition.plan import backward_reads
 from tests.partition.backprop import bert
 from tests.partition.joints import Builder, op
 
@@ -14,7 +14,7 @@ def test_recomputation_waits_for_its_first_reader():
     joint, num_primals, num_outputs = bert(3, 2, 16, 32, 4)
     graph = build_graph(joint, num_primals, num_outputs)
     choice = MinCut().choose(graph)
-    computed = set(captured_set(graph, choice).computed)
+    computed = set(backward_reads(graph, choice).computed)
     order = backward_order(graph, computed | graph.adjoint)
     position = {name: index for index, name in enumerate(order)}
     assert set(order) == computed | graph.adjoint

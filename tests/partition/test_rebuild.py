@@ -26,7 +26,7 @@ def test_parameters_and_results():
     plan = partition(joint, num_primals=num_primals, num_outputs=num_outputs).plan
     partial, *_ = two_outputs(given=(1,))
     backward = rebuild_backward(partial, plan, num_primals=num_primals, num_outputs=num_outputs)
-    saved = [saved.name for saved in (*plan.free, *plan.captures)]
+    saved = [saved.name for saved in (*plan.free, *plan.saved_tensors)]
     assert [param.name for param in backward.params] == [*saved, "grad_out_1"]
     assert len(results(backward)) == 2
 

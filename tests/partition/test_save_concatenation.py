@@ -60,8 +60,8 @@ def joins(half: Function) -> int:
 def test_the_forward_joins(saved, returned):
     joint = states(returned)
     usual, other = (halves(joint, behind, Saving(saved)) for behind in (False, True))
-    assert [[each.name for each in half.plan.captures] for half in (usual, other)] == [[saved], ["before"]]
-    assert f"{saved} would be copied" in other.plan.captures[0].reason
+    assert [[each.name for each in half.plan.saved_tensors] for half in (usual, other)] == [[saved], ["before"]]
+    assert f"{saved} would be copied" in other.plan.saved_tensors[0].reason
     assert [(joins(each.forward), joins(each.backward)) for each in (usual, other)] == [(0, 1), (1, 0)]
     args = random_args(joint.params)
     wanted, found = (run_both_halves(each, 3, 1, args) for each in (usual, other))
@@ -71,7 +71,7 @@ def test_the_forward_joins(saved, returned):
 
 def test_so_does_that_of_a_minimum_cut():
     usual, other = (halves(states(), behind).plan for behind in (False, True))
-    assert [[each.name for each in plan.captures] for plan in (usual, other)] == [["rest"], ["before"]]
+    assert [[each.name for each in plan.saved_tensors] for plan in (usual, other)] == [["rest"], ["before"]]
 
 
 @pytest.mark.parametrize(

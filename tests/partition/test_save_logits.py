@@ -20,7 +20,7 @@ def test_a_softmax_that_only_dropout_reads(dropout):
     joint = autodiff.clean(joint)
     counts = {"num_primals": num_primals, "num_outputs": num_outputs}
     usual, other = (partition(joint, **counts, save_logits=again) for again in (False, True))
-    saved = {each.name for each in usual.plan.captures} ^ {each.name for each in other.plan.captures}
+    saved = {each.name for each in usual.plan.saved_tensors} ^ {each.name for each in other.plan.saved_tensors}
     # without dropout a product reads it: it is in memory
     assert saved == ({"l0_probs", "l0_qk"} if dropout else set())
     assert other.plan.bytes == usual.plan.bytes
@@ -45,7 +45,7 @@ def test_a_softmax_of_one_of_several_results():
     joint = b.build(y, grad, b.let("other", TupleGetItem(pair, 1)))
     counts = {"num_primals": 2, "num_outputs": 1}
     usual, again = (partition(joint, **counts, save_logits=again) for again in (False, True))
-    assert {each.name for each in usual.plan.captures} ^ {each.name for each in again.plan.captures} == {
+    assert {each.name for each in usual.plan.saved_tensors} ^ {each.name for each in again.plan.saved_tensors} == {
         "probs",
         "item",
     }

@@ -38,18 +38,18 @@ def test_form_of_the_two_functions(make, strategy):
     primals, grad_outs = joint.params[:num_primals], joint.params[num_primals:]
     assert [p.name for p in forward.params] == [p.name for p in primals]
     forward_results = results(forward)
-    assert len(forward_results) == num_outputs + len(plan.captures)
-    for result, saved in zip(forward_results[num_outputs:], plan.captures, strict=True):
+    assert len(forward_results) == num_outputs + len(plan.saved_tensors)
+    for result, saved in zip(forward_results[num_outputs:], plan.saved_tensors, strict=True):
         assert (result.name, shape(result), dtype(result), nbytes(result)) == (
             saved.name,
             saved.shape,
             saved.dtype,
             saved.bytes,
         )
-        assert saved.kind == "capture" and saved.reason
+        assert saved.kind == "intermediate" and saved.reason
     expected_params = [primals[i].name for i in plan.saved_primals]
     expected_params += [results(joint)[i].name for i in plan.saved_outputs]
-    expected_params += [saved.name for saved in plan.captures] + [p.name for p in grad_outs]
+    expected_params += [saved.name for saved in plan.saved_tensors] + [p.name for p in grad_outs]
     assert [p.name for p in backward.params] == expected_params
     assert len(results(backward)) == len(results(joint)) - num_outputs
     mod = tvm.IRModule({"forward": forward, "backward": backward, "joint": joint})
@@ -93,8 +93,11 @@ def test_halves_run_in_tvm():
 def test_save_all_saves_what_the_gradient_reads():
     joint, num_primals, num_outputs = joints.mlp()
     plan = partition(joint, num_primals=num_primals, num_outputs=num_outputs, strategy="save_all").plan
-    assert [saved.name for saved in plan.captures] == ["a", "r"]  # not positive, which the backward computes from a
-    assert plan.captures[1].reason == "needed by matmul of dw2"
+    assert [saved.name for saved in plan.saved_tensors] == [
+        "a",
+        "r",
+    ]  # not positive, computed from a
+    assert plan.saved_tensors[1].reason == "needed by matmul of dw2"
     assert plan.recomputed == ()
     assert plan.bytes == plan.save_all_bytes == 2 * 8 * 64 * 4
 
@@ -102,7 +105,7 @@ def test_save_all_saves_what_the_gradient_reads():
 def test_views_are_saved_as_their_base():
     joint, num_primals, num_outputs = joints.layer_norm()
     plan = partition(joint, num_primals=num_primals, num_outputs=num_outputs, strategy="save_all").plan
-    names = {saved.name for saved in plan.captures}
+    names = {saved.name for saved in plan.saved_tensors}
     assert "kept" not in names  # the float form of a byte mask
     assert {saved.name for saved in plan.free if saved.kind == "mask"} == {"mask_0"}
     assert all(saved.dtype != "bool" or saved.bytes == 8 * 32 for saved in plan.free)
@@ -112,7 +115,7 @@ def test_recompute_all_keeps_only_inputs():
     for make in JOINTS:
         joint, num_primals, num_outputs = make()
         plan = partition(joint, num_primals=num_primals, num_outputs=num_outputs, strategy="recompute_all").plan
-        assert plan.captures == () and plan.saved_outputs == () and plan.bytes == 0
+        assert plan.saved_tensors == () and plan.saved_outputs == () and plan.bytes == 0
 
 
 def test_colors():
@@ -136,7 +139,7 @@ def test_a_shape_alone_saves_nothing():
 def test_tuples_are_captured_by_item():
     joint, num_primals, num_outputs = joints.tuples()
     plan = partition(joint, num_primals=num_primals, num_outputs=num_outputs, strategy="save_all").plan
-    assert sorted(saved.name for saved in plan.captures) == ["pair_1", "twice"]
+    assert sorted(saved.name for saved in plan.saved_tensors) == ["pair_1", "twice"]
 
 
 def test_errors():
@@ -177,7 +180,7 @@ def test_a_scaled_mask_is_saved_as_bytes(strategy):
     gg = b.let("gg", relax.op.multiply(b.let("gd", relax.op.multiply(g, gate)), scaled))
     joint = b.build(y, b.let("dw", relax.op.matmul(b.let("xt", relax.op.permute_dims(x)), gg)))
     plan = partition(joint, num_primals=3, num_outputs=1, strategy=strategy).plan
-    assert not {saved.name for saved in plan.captures} & {"noise", "scaled", "kept", "gate"}
+    assert not {saved.name for saved in plan.saved_tensors} & {"noise", "scaled", "kept", "gate"}
     if strategy != "recompute_all":
-        assert [(saved.name, saved.bytes) for saved in plan.captures] == [("positive", 8 * 32)]
+        assert [(saved.name, saved.bytes) for saved in plan.saved_tensors] == [("positive", 8 * 32)]
     assert [(saved.name, saved.bytes) for saved in plan.free if saved.kind == "mask"] == [("mask_0", 8 * 32)]

@@ -2,7 +2,7 @@
 
     python -m tests.sweep --suite opinfo --out opinfo.csv
     python -m tests.sweep --suite zoo --out zoo.csv --only 'bert|gpt2' --jobs 2
-    python -m tests.sweep --suite moduleinfo --out batches.csv --varying 0
+    python -m tests.sweep --suite moduleinfo --out batches.csv --dynamic 0
     TEST_DEVICE=cuda python -m tests.sweep --suite opinfo --out recorded.csv --recorded
     python -m tests.sweep --suite opinfo --out third.csv --slice 2/5       # the third of five equal parts
 
@@ -42,7 +42,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds-per-case", type=float, default=120.0, help="then it is an error")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--varying",
+        "--dynamic",
         type=int,
         metavar="DIM",
         help="compile for all sizes of this dimension and compare two others",
@@ -67,8 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     suite = importlib.import_module(SUITES[options.suite])
     known = inspect.signature(suite.run_case).parameters
-    if options.varying is not None and "varying" not in known:
-        print(f"suite {options.suite} has samples of one size only: --varying is for the others", file=sys.stderr)
+    if options.dynamic is not None and "dynamic" not in known:
+        print(f"suite {options.suite} has samples of one size only: --dynamic is for the others", file=sys.stderr)
         return 2
     if options.recorded and ("recorded" not in known or DEVICE.type != "cuda"):
         print("--recorded is for suites of operators and modules, on a GPU: TEST_DEVICE=cuda", file=sys.stderr)
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         samples=options.samples,
         seed=options.seed,
         seconds_per_case=options.seconds_per_case,
-        varying=options.varying,
+        dynamic=options.dynamic,
         recorded=options.recorded,
         threads=int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // options.jobs)),
     )

@@ -19,7 +19,7 @@ from tests.bridge.compare import Call, Run, assert_same, check_module, clone_tre
 from tests.device import DEVICE, moved
 from tests.host_kernels import HostKernels
 from tests.operator_mode import OperatorMode
-from tests.sweep.varying import Missed, compare_sizes, of_sizes
+from tests.sweep.other_sizes import Missed, compare_sizes, of_sizes
 
 __all__ = ["Outcome", "Verdict", "check", "combine", "one_line"]
 
@@ -78,7 +78,7 @@ def check(
     rtol: float = 1e-9,
     seed: int = 0,
     process: Any = None,
-    varying: int | None = None,
+    dynamic: int | None = None,
     recorded: bool = False,
 ) -> Verdict:
     """Compares a float64 module with eager: outputs, every gradient, buffers, and the generator's state.
@@ -86,12 +86,12 @@ def check(
     Raises nothing: all errors are results of the sweep.
 
     Args:
-        varying: a dynamic dimension of the inputs; two further sizes are compared.
+        dynamic: a dynamic dimension of the inputs; two further sizes are compared.
         recorded: makes more calls, with programs recorded as graphs as soon as possible.
     """
     module, call = module.to(DEVICE), Call(*moved((call.args, call.kwargs)))
-    if varying is not None:
-        return _check_varying(module, call, rtol, seed, process, varying)
+    if dynamic is not None:
+        return _check_dynamic(module, call, rtol, seed, process, dynamic)
     reduced, reason = _reference(module, call, rtol, seed, process)
     if reason:
         return Verdict("skipped", reason)
@@ -121,7 +121,7 @@ def check(
     )
 
 
-def _check_varying(module: nn.Module, call: Call, rtol: float, seed: int, process: Any, dimension: int) -> Verdict:
+def _check_dynamic(module: nn.Module, call: Call, rtol: float, seed: int, process: Any, dimension: int) -> Verdict:
     """The verdict for the first set of other input sizes that eager accepts."""
     call = Call(*clone_tree((call.args, call.kwargs), torch.float64))
     verdict = Verdict("skipped", "no such dimension")

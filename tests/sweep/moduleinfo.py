@@ -33,7 +33,7 @@ def names() -> list[str]:
 
 
 def run_case(
-    name: str, *, limit: int = 4, seed: int = 0, varying: int | None = None, recorded: bool = False
+    name: str, *, limit: int = 4, seed: int = 0, dynamic: int | None = None, recorded: bool = False
 ) -> Outcome:
     """One step of each of at most ``limit`` evenly spread samples against eager; further options: see :func:`check`."""
     from torch.testing._internal.common_utils import set_rng_seed
@@ -50,5 +50,5 @@ def run_case(
         arguments = sample.constructor_input
         module = info.module_cls(*arguments.args, **arguments.kwargs).to(torch.float64).train()
         call = Call(tuple(sample.forward_input.args), dict(sample.forward_input.kwargs))
-        verdicts.append(check(module, call, rtol=RTOL, seed=seed, varying=varying, recorded=recorded))
+        verdicts.append(check(module, call, rtol=RTOL, seed=seed, dynamic=dynamic, recorded=recorded))
     return combine(name, verdicts, time.perf_counter() - start)

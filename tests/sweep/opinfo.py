@@ -84,13 +84,13 @@ def run_case(
     *,
     limit: int = 4,
     seed: int = 0,
-    varying: int | None = None,
+    dynamic: int | None = None,
     recorded: bool = False,
     dtype: torch.dtype = torch.float64,
     kind: type[OperatorModule] = OperatorModule,
 ) -> Outcome:
-    """Forward and VJP of an operator's samples against autograd; ``varying``, ``recorded``: see :func:`check`."""
-    start, options = time.perf_counter(), {"varying": varying, "recorded": recorded}
+    """Forward and VJP of an operator's samples against autograd; ``dynamic``, ``recorded``: see :func:`check`."""
+    start, options = time.perf_counter(), {"dynamic": dynamic, "recorded": recorded}
     verdicts = []
     # OpInfo seeds the generator inside every call of a random operator. The comparison seeds it outside, to see the
     # operator's effect on it.

@@ -16,7 +16,7 @@ from tests.bridge.compare import Call
 from tests.pool import run_pool
 from tests.pool_cases import CASES, serve
 from tests.sweep import __main__ as program
-from tests.sweep import moduleinfo, opinfo, varying, worker, zoo
+from tests.sweep import moduleinfo, opinfo, other_sizes, worker, zoo
 from tests.sweep.check import Verdict, check, combine
 from tests.sweep.worker import Settings, run_cases
 
@@ -130,7 +130,7 @@ VARYING = [
 
 @pytest.mark.parametrize(("module", "dimension", "status", "named"), VARYING)
 def test_verdicts_of_other_sizes(module, dimension, status, named):
-    verdict = check(module.double(), rows(), varying=dimension)
+    verdict = check(module.double(), rows(), dynamic=dimension)
     assert verdict.status == status
     assert named in verdict.detail
 
@@ -140,9 +140,9 @@ def test_a_wrong_result_at_another_size_is_a_mismatch(monkeypatch):
         module._compiled_call_impl = lambda x: module._call_impl(x) + (len(x) == 5) * 1e-6
         return module
 
-    monkeypatch.setattr(varying, "add_tvm_dispatch", wrong)
-    monkeypatch.setattr(varying, "stats", lambda module: SimpleNamespace(hits=3, misses=Counter()))
-    assert check(nn.Linear(4, 4).double(), rows(), varying=0).status == "mismatch"
+    monkeypatch.setattr(other_sizes, "add_tvm_dispatch", wrong)
+    monkeypatch.setattr(other_sizes, "stats", lambda module: SimpleNamespace(hits=3, misses=Counter()))
+    assert check(nn.Linear(4, 4).double(), rows(), dynamic=0).status == "mismatch"
 
 
 @pytest.mark.parametrize(("module", "named"), [(Unseeded(), "differs from itself"), (Fails(), "no such derivative")])
@@ -200,9 +200,9 @@ def test_a_worker_serves_cases_of_its_suite(monkeypatch):
     suite = SimpleNamespace(run_case=lambda name, **options: (name, options))
     monkeypatch.setattr(worker.importlib, "import_module", lambda name: suite)
     connection = mock.Mock(recv=mock.Mock(side_effect=["add", "mul", None]))
-    worker._serve(Settings("opinfo", samples=2, threads=torch.get_num_threads(), varying=1), connection)
+    worker._serve(Settings("opinfo", samples=2, threads=torch.get_num_threads(), dynamic=1), connection)
     told = [call.args[0] for call in connection.send.call_args_list]
-    options = {"limit": 2, "seed": 0, "varying": 1}
+    options = {"limit": 2, "seed": 0, "dynamic": 1}
     assert told == [None, ("add", options), ("mul", options)]
 
 
@@ -227,7 +227,7 @@ def test_only_selects_and_an_empty_selection_is_reported(tmp_path, capsys):
     assert program.main([*arguments, "--only", "^bert", "--list", "--slice", "1/2"]) == 0
     assert capsys.readouterr().out.split() == ["bert-sdpa"]
     assert program.main([*arguments, "--only", "nothing"]) == 2
-    assert program.main(["--suite", "special", *arguments[2:], "--varying", "0"]) == 2
+    assert program.main(["--suite", "special", *arguments[2:], "--dynamic", "0"]) == 2
 
 
 @pytest.mark.parametrize(("statuses", "exit_status"), [(["pass", "refused(aten.x)"], 0), (["pass", "mismatch"], 1)])

@@ -39,7 +39,7 @@ class Settings:
     seed: int = 0
     seconds_per_case: float = 120.0
     threads: int = 1
-    varying: int | None = None
+    dynamic: int | None = None
     recorded: bool = False
 
 
@@ -49,7 +49,7 @@ def _serve(settings: Settings, connection: Connection) -> None:
 
     torch.set_num_threads(settings.threads)
     suite = importlib.import_module(SUITES[settings.suite])
-    options: dict[str, Any] = {} if settings.varying is None else {"varying": settings.varying}
+    options: dict[str, Any] = {} if settings.dynamic is None else {"dynamic": settings.dynamic}
     if settings.recorded:
         options["recorded"] = True
     connection.send(None)

@@ -32,10 +32,10 @@ def names() -> list[str]:
     return list(MODELS)
 
 
-def run_case(name: str, *, limit: int = 1, seed: int = 0, varying: int | None = None) -> Outcome:
+def run_case(name: str, *, limit: int = 1, seed: int = 0, dynamic: int | None = None) -> Outcome:
     """One training step: loss and every output, every gradient, buffers, generator state; then losses of some steps.
 
-    ``limit`` has no effect. With ``varying``, compares sizes and does not train.
+    ``limit`` has no effect. With ``dynamic``, compares sizes and does not train.
     """
     del limit
     start = time.perf_counter()
@@ -44,10 +44,10 @@ def run_case(name: str, *, limit: int = 1, seed: int = 0, varying: int | None = 
     module = case.model().to(case.dtype).train()
     call = Call(kwargs=case.batch())
     if case.dtype is torch.float64:
-        verdict = check(module, call, rtol=RTOL, seed=seed, varying=varying)
+        verdict = check(module, call, rtol=RTOL, seed=seed, dynamic=dynamic)
     else:
-        verdict = Verdict("skipped", f"{case.dtype} alone") if varying is not None else _single(module, call, seed)
-    if varying is None and verdict.status in ("pass", "refused"):
+        verdict = Verdict("skipped", f"{case.dtype} alone") if dynamic is not None else _single(module, call, seed)
+    if dynamic is None and verdict.status in ("pass", "refused"):
         verdict = _trained(case, module, call, seed, verdict)
     return combine(name, [verdict], time.perf_counter() - start)
 

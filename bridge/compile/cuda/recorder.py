@@ -43,7 +43,7 @@ class _GraphArena:
     """The blocks of a stream's recordings, in place of a pool: a larger one for a larger program.
 
     Attributes:
-        blocks: those that some recording keeps alive.
+        blocks: the blocks that a recording keeps alive.
     """
 
     def __init__(self, device: torch.device):

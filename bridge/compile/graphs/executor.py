@@ -283,16 +283,16 @@ class EntryGraphs:
         self._shared: dict[Program, Shared] = {}
         self._backwards: set[Program] = set()
 
-    def forward(self, program: Program, execute: Execute, whole: Program, outputs: int, captures: int) -> Execute:
+    def forward(self, program: Program, execute: Execute, whole: Program, outputs: int, saved_tensors: int) -> Execute:
         """The executor of a forward program.
 
         Args:
             program: without symbolic extents; ``whole``: the program of all sizes, or ``program`` itself.
             execute: runs it kernel by kernel.
             outputs: the number of leading results that the caller gets.
-            captures: the place of the first saved tensor; results in between are the call's own.
+            saved_tensors: the place of the first saved tensor; results in between are the call's own.
         """
-        return self._graphed(program, execute, whole, "outputs", (outputs, captures))
+        return self._graphed(program, execute, whole, "outputs", (outputs, saved_tensors))
 
     def backward(self, program: Program, execute: Execute, whole: Program, grad_outs: int) -> Execute:
         """The executor of a backward program, whose last ``grad_outs`` inputs are gradients of outputs.
@@ -326,7 +326,7 @@ class EntryGraphs:
 
         def memory_of(result: int) -> Memory:
             if result >= bounds[1]:
-                return self._memory("captures", recorder, shared.varies, joined=True)
+                return self._memory("saved tensors", recorder, shared.varies, joined=True)
             if result >= bounds[0]:
                 return self._memory("buffers", recorder, shared.varies, joined=True)
             if result in dynamic:

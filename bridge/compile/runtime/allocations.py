@@ -1,7 +1,7 @@
 """Allocation of large intermediates: a program → the same program, whose large intermediates are not in the arena.
 
 Each takes memory of torch's allocator from its first writing step to its last use. The allocator then gives it memory
-that the run has released (inputs that the caller hands over, other intermediates), and between runs to anybody; an
+that the run has released (inputs that the caller hands over, other intermediates), and between runs to any program; an
 arena would hold it for good. The arena's plan, made anew, holds the small ones, whose allocations would cost the host
 more than they save.
 """

@@ -210,7 +210,7 @@ class _Structure:
         self._positional = list(parameters)[: self._num_positional]
         self._collected = _collected(forward, self._keywords) if self._signature is None else []
         self._defaults = {name: parameter.default for name, parameter in parameters.items()}
-        self._other_spellings: set[tuple] = set()  # other argument forms of calls that matched
+        self._other_bindings: set[tuple] = set()  # other argument forms of calls that matched
 
     def write(self, source: CheckSource) -> None:
         """Writes the condition; the generated code assigns the arguments' leaves to ``leaves``."""
@@ -229,7 +229,7 @@ class _Structure:
         """
         if thorough:
             return self._flattened(args, kwargs)
-        if self._other_spellings and (len(args), *kwargs) in self._other_spellings:
+        if self._other_bindings and (len(args), *kwargs) in self._other_bindings:
             args, kwargs = self._as_sampled(args, kwargs)
         if len(args) != self._num_positional or len(kwargs) != len(self._keywords) or self._is_reordered(kwargs):
             return None
@@ -266,7 +266,7 @@ class _Structure:
         if self._has_kin(packed):
             raise GuardFailure(STRUCTURE, "an argument's identity", "an object that forward reads elsewhere, too")
         if other is not None:
-            self._other_spellings.add(other)
+            self._other_bindings.add(other)
         return leaves
 
     def _is_reordered(self, kwargs: dict[str, Any]) -> bool:

@@ -108,7 +108,7 @@ def test_the_number_of_an_extent_has_no_gradient_and_is_not_saved(extents):
     func = build_function([x], scope.body, [y, size])
     joint = clean(differentiate(func, [0, 1], [0]))
     parts = partition(joint, num_primals=1, num_outputs=2)
-    assert not [saved.name for saved in parts.plan.captures if saved.name == "size"]
+    assert not [saved.name for saved in parts.plan.saved_tensors if saved.name == "size"]
     data, grad = torch.randn(3, 2, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
     found = instantiate(joint, {"n": 3, "m": 2})
     y, size, dx = interpret(found, [data, grad, torch.ones((), dtype=torch.float64)]).results

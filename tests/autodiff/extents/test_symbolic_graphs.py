@@ -43,7 +43,7 @@ def test_the_plan_of_symbolic_extents_is_the_samples_with_formulas():
     static = pipeline(function_of(bert.layers_of(1), args)).parts.plan
     scope = ExtentScope()
     plan = pipeline(function_of(bert.layers_of(1), args, places, scope)).parts.plan
-    assert [saved.name for saved in plan.captures] == [saved.name for saved in static.captures]
+    assert [saved.name for saved in plan.saved_tensors] == [saved.name for saved in static.saved_tensors]
     assert [saved.name for saved in plan.free] == [saved.name for saved in static.free]
     assert (plan.bytes, plan.save_all_bytes, plan.cost) == (static.bytes, static.save_all_bytes, static.cost)
     assert scope.value(plan.size, {"batch": bert.BATCH, "length": bert.LENGTH}) == static.bytes == static.size
@@ -51,7 +51,7 @@ def test_the_plan_of_symbolic_extents_is_the_samples_with_formulas():
     assert scope.value(plan.size, doubled) == 2 * static.bytes
     text = str(plan)
     assert f"{plan.bytes:,} = {plan.size} bytes" in text and "batch*length" in str(plan.size)
-    largest = max(plan.captures, key=lambda saved: saved.bytes)
+    largest = max(plan.saved_tensors, key=lambda saved: saved.bytes)
     assert f"{largest.bytes:,} = {largest.size}" in text and "x".join(map(str, largest.shape)) in text
 
 

@@ -67,7 +67,7 @@ def compiled(name, shape, drawn=None):
 
 
 @pytest.mark.parametrize("name", sampled(FUNCTIONS, spread(FUNCTIONS)))
-def test_a_computed_mask_is_the_stored_one(name):
+def test_a_recomputed_mask_is_the_stored_one(name):
     """In every kernel that reads it, to the bit; over several turns of eager's threads, and far into the generator."""
     for place in (first := list(FUNCTIONS).index(name), first + 1, first + 3):
         shape, width = SHAPES[place % len(SHAPES)]

@@ -42,8 +42,8 @@ class Graphed:
     def __init__(self, compiled, mode=True, seconds=(1.0, 1.0), verdicts=None):
         self.control, self.recorder = RecordedGraphs(mode), HostRecorder(compiled)
         self.recorder.seconds = seconds
-        self.outputs, self.captures = HostMemory(), HostMemory()
-        memory_of, shared = memories(self.outputs, self.captures, 1), Shared(verdicts=verdicts)
+        self.outputs, self.saved_tensors = HostMemory(), HostMemory()
+        memory_of, shared = memories(self.outputs, self.saved_tensors, 1), Shared(verdicts=verdicts)
         self.run = GraphedExecutor(compiled, compiled.executor, self.recorder, self.control, memory_of, shared)
         self.w = torch.randn(16, 8)
         self.x = torch.randn(12, 16)
@@ -156,7 +156,7 @@ def test_outputs_that_are_kept_do_not_move_captures(graphed):
     kept = []
     for _ in range(10):
         kept.append(graphed.check()[0])
-    assert graphed.captures.held_bytes == kept[0].nbytes
+    assert graphed.saved_tensors.held_bytes == kept[0].nbytes
 
 
 @pytest.mark.parametrize(("seconds", "pays"), [((3e-4, 3e-4), True), ((1e-4, 9e-4), False)])

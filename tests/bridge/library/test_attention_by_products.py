@@ -76,7 +76,7 @@ def masks(products, monkeypatch, request):
         def rule(draw, gpu):
             return DrawnMask(draw.args[0], IN_A_ROW, 1) if draw.is_attention_mask else None
 
-        monkeypatch.setattr(recompute, "computed_mask", rule)
+        monkeypatch.setattr(recompute, "recomputed_mask", rule)
         monkeypatch.setattr(draws, "GeneratorStates", States)
     return request.param
 

@@ -42,7 +42,7 @@ def random_parts(seed: int, dtype: str) -> tuple[Function, list[Partitioned]]:
         joint = autodiff.differentiate(built.build(*outputs), list(range(OUTPUTS)), list(range(REQUIRED)))
         joint = autodiff.clean(joint)
         parts = [partition(joint, num_primals=PRIMALS, num_outputs=OUTPUTS, strategy=choice) for choice in CHOICES]
-        if len({tuple(saved.name for saved in part.plan.captures) for part in parts}) > 2:
+        if len({tuple(saved.name for saved in part.plan.saved_tensors) for part in parts}) > 2:
             return joint, parts
 
 

@@ -30,7 +30,7 @@ QUICK = ("recommender",)
 
 ALWAYS = ("resnet", "recommender")
 """Convolutions, tables of rows. Smaller tests cover the other models: words with a mask
-tests/bridge/dispatch/test_varying_attention.py and test_trainer_uses.py, rotations
+tests/bridge/dispatch/test_dynamic_attention.py and test_trainer_uses.py, rotations
 tests/bridge/capture/test_symbolic_models.py."""
 
 

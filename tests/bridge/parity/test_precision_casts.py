@@ -119,7 +119,7 @@ class Similar(nn.Module):
         return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=(x @ x.mT) > 0)
 
 
-def test_attention_with_a_computed_mask_of_truth_values():
+def test_attention_with_an_arithmetic_mask_of_truth_values():
     check_module(Similar, lambda: torch.randn(3, 7, 4, requires_grad=True))
 
 

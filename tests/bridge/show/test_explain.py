@@ -52,7 +52,7 @@ def test_the_full_report_leaves_nothing_out(dispatched):
     text = str(report)
     assert text == str(explain(dispatched[0]).full)
     (entry,) = report.entries
-    for saved in (*entry.plan.captures, *entry.plan.free):
+    for saved in (*entry.plan.saved_tensors, *entry.plan.free):
         assert saved.name in text and saved.reason in text
     steps = [step for program in entry.programs for step in program.steps if step.kind != "view"]
     assert sum(len(program.table()) for program in entry.programs) == len(steps)
@@ -68,12 +68,12 @@ def test_long_tables_are_cut_in_a_notebook(dispatched):
 def test_every_saved_tensor_has_a_reason_and_a_place(dispatched):
     (entry,) = explain(dispatched[0]).entries
     plan = entry.plan
-    assert plan.captures
-    for saved in (*plan.captures, *plan.free):
+    assert plan.saved_tensors
+    for saved in (*plan.saved_tensors, *plan.free):
         assert len(saved.reason.split()) >= 3
         assert saved.bytes > 0
-    assert all(entry.lowered.origin(saved.name).aten for saved in plan.captures)
-    at_the_root = sum(not saved.module_path for saved in plan.captures)
+    assert all(entry.lowered.origin(saved.name).aten for saved in plan.saved_tensors)
+    at_the_root = sum(not saved.module_path for saved in plan.saved_tensors)
     assert at_the_root <= 5, "the loss alone is: maximum and logarithm of a row, the count, what is made of labels"
 
 

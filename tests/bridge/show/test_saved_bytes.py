@@ -121,7 +121,7 @@ def test_the_curve_is_printed_and_drawn(capsys, tmp_path, monkeypatch):
 def test_the_plan_says_which_module_a_value_belongs_to():
     torch.manual_seed(0)
     plan = lower(bert_layer(), torch.randn(2, 9, 24), partition="save_all").plan
-    paths = {saved.name: saved.module_path for saved in (*plan.captures, *plan.free)}
+    paths = {saved.name: saved.module_path for saved in (*plan.saved_tensors, *plan.free)}
     assert paths["layer_norm_normalized"] == "attention.output.LayerNorm"
     assert paths["layer_norm_rstd_1"] == "output.LayerNorm"
     assert paths["mask_0"] == "attention.self" and paths["mask_2"] == "output.dropout"
@@ -134,7 +134,7 @@ def test_a_policy_by_module_path_decides_what_a_dispatched_call_saves():
     torch.manual_seed(0)
     module, x = bert_layer().double().train(), torch.randn(2, 9, 24, dtype=torch.float64, requires_grad=True)
     plain = lower(module, x).plan
-    attention = {s.name for s in plain.captures if s.module_path.startswith("attention.self")}
+    attention = {s.name for s in plain.saved_tensors if s.module_path.startswith("attention.self")}
     assert len(attention) >= 4
 
     def policy(node):
@@ -144,14 +144,14 @@ def test_a_policy_by_module_path_decides_what_a_dispatched_call_saves():
         copy.deepcopy(module), x, partition=MinCut(policy=policy, allow_matmul_recompute=True), on_miss="error"
     )
     plan = stats(copied).entries[0].plan
-    assert not [s for s in plan.captures if s.module_path.startswith("attention.self")]
+    assert not [s for s in plan.saved_tensors if s.module_path.startswith("attention.self")]
     assert attention <= set(plan.recomputed)
-    others = {s.name for s in plain.captures} - attention
-    assert others <= {s.name for s in plan.captures}
+    others = {s.name for s in plain.saved_tensors} - attention
+    assert others <= {s.name for s in plan.saved_tensors}
     assert_same(run(copied, Call(*clone_tree(((x,), {})))), run(module, Call(*clone_tree(((x,), {})))))
 
     keep = MinCut(policy=lambda node: "save" if node.module_path == "intermediate.intermediate_act_fn" else None)
-    forced = [s for s in lower(module, x, partition=keep).plan.captures if s.reason.startswith("forced")]
+    forced = [s for s in lower(module, x, partition=keep).plan.saved_tensors if s.reason.startswith("forced")]
     assert [s.module_path for s in forced] == ["intermediate.intermediate_act_fn"]
 
 
@@ -159,8 +159,8 @@ def test_strategies_are_compared_without_lowering_again():
     lowered = lower(Normed(), torch.randn(16, 8))
     for strategy in ("save_all", "recompute_all", MinCut(budget=0.2, allow_matmul_recompute=True)):
         again = lower(Normed(), torch.randn(16, 8), partition=strategy)
-        assert dataclasses.replace(plan_with(lowered, strategy), captures=(), free=()) == dataclasses.replace(
-            again.plan, captures=(), free=()
+        assert dataclasses.replace(plan_with(lowered, strategy), saved_tensors=(), free=()) == dataclasses.replace(
+            again.plan, saved_tensors=(), free=()
         )
         assert kept_bytes(lowered, plan_with(lowered, strategy)) == kept_bytes(again)
 

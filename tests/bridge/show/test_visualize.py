@@ -35,7 +35,7 @@ def boxes(source, kind):
 @pytest.mark.cpu("a GPU's plan keeps rows that only the split makes: no box of the joint graph")
 def test_a_joint_graph_shows_forward_backward_and_what_is_saved(lowered):
     source = visualize(lowered).source
-    assert boxes(source, "captured") == len(lowered.plan.captures)
+    assert boxes(source, "captured") == len(lowered.plan.saved_tensors)
     ops = [op_name(value) for _, value in bindings(lowered["cleaned"].function)]
     assert source.count("<B>matmul</B>") == ops.count("relax.matmul")
     assert source.count("<B>reshape</B>") == 0 and source.count("<B>permute_dims</B>") == 0
@@ -70,7 +70,7 @@ def test_the_split_shows_what_is_computed_again(lowered):
         if v.name in lowered.plan.recomputed and op_name(value) not in views
     ]
     assert drawn == len(again) > 0
-    assert boxes(source, "captured") == len(lowered.plan.captures)
+    assert boxes(source, "captured") == len(lowered.plan.saved_tensors)
 
 
 def test_operators_that_share_a_kernel_are_framed(lowered, program):

@@ -43,9 +43,9 @@ def computing(monkeypatch):
     def on_gpu(draw, gpu):
         if draw.op != NATIVE_DROPOUT:
             return None
-        return computed.computed_mask(Draw(**{**vars(draw), "device": torch.device("cuda", 0)}), lambda: GPU)
+        return computed.recomputed_mask(Draw(**{**vars(draw), "device": torch.device("cuda", 0)}), lambda: GPU)
 
-    monkeypatch.setattr(recompute, "computed_mask", on_gpu)
+    monkeypatch.setattr(recompute, "recomputed_mask", on_gpu)
     monkeypatch.setattr(draws, "GeneratorStates", MadeStates)
     monkeypatch.setattr("bridge.dispatch.dispatcher.measure_profitability", lambda *_: None)
 
@@ -200,8 +200,8 @@ CUDA = torch.device("cuda", 0)
 )
 def test_which_masks_are_computed(shape, operand, width):
     draw = Draw(NATIVE_DROPOUT, shape, operand.stride, torch.bool, (0.1, True), (), CUDA, operand)
-    found = computed.computed_mask(draw, lambda: GPU)
+    found = computed.recomputed_mask(draw, lambda: GPU)
     assert (found and found.width) == width
     if found:
         assert found.threads == min(512, -(-int(np.prod(shape)) // 256) * 256)
-    assert computed.computed_mask(draw, lambda: None) is None, "a GPU that draws otherwise"
+    assert computed.recomputed_mask(draw, lambda: None) is None, "a GPU that draws otherwise"

@@ -73,9 +73,9 @@ def compare_sizes(
         Exception: any error of ``add_tvm_dispatch``.
     """
     eager, dispatched = copy.deepcopy(module), copy.deepcopy(module)
-    (sample, varying), *_ = calls
+    (sample, dynamic), *_ = calls
     shapes = ShapesCollection()
-    for tensor in varying:
+    for tensor in dynamic:
         shapes[tensor] = {dimension: Dim.DYNAMIC}
     add_tvm_dispatch(dispatched, sample.args, sample_kwargs=sample.kwargs or None, dynamic_shapes=shapes)
     for step, (call, _) in enumerate(calls):

@@ -37,7 +37,7 @@ def test_a_weight_is_cast_once(cast_once, kept):
     counts = {"num_primals": num_primals, "num_outputs": num_outputs}
     usual = partition(joint, **counts)
     parts = partition(joint, **counts, cast_once=cast_once)
-    assert [saved.name for saved in parts.plan.captures] == kept
+    assert [saved.name for saved in parts.plan.saved_tensors] == kept
     assert casts(parts.backward) == [name for name in casts(usual.backward) if name not in kept]
     args = random_args(joint.params)
     wanted, found = (run_both_halves(each, num_primals, num_outputs, args) for each in (usual, parts))

@@ -21,7 +21,7 @@ from bridge.compile.runtime import program as program_module
 from bridge.dispatch import entry as bound_module
 from bridge.dispatch.automatic_dynamic import MAX_REFUSED, FixedDims
 from tests.bridge.compare import Call, assert_same, run
-from tests.bridge.dispatch.varying import automatic, dispatched, normal
+from tests.bridge.dispatch.dynamic_sizes import automatic, dispatched, normal
 from tests.sampling import sampled
 
 pytestmark = [
@@ -205,7 +205,7 @@ def test_each_branch_of_sizes_is_an_entry():
 def test_who_asked_for_a_size_is_named():
     _, module = dispatched(Branches, rows(5), ({0: BATCH},))
     module(*rows(12).args)
-    line = r"test_varying\.py:\d+: return x \* 2 if x\.shape\[0\] > 10 else x \+ x\.shape\[0\]\)"
+    line = r"test_dynamic_entries\.py:\d+: return x \* 2 if x\.shape\[0\] > 10 else x \+ x\.shape\[0\]\)"
     (reason,) = stats(module).misses
     assert re.search(rf"compiled for 10 >= batch, called with batch = 12 \(asked by \S*{line}$", reason), reason
     assert re.search(rf"10 >= batch \(asked by \S*{line}", str(explain(module).full))
