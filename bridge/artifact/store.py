@@ -1,12 +1,12 @@
 """Store: ``(kind, key)`` → an artifact in a file of its own, shared by any number of processes.
 
 A file is written under a temporary name and renamed: it appears complete or not at all. Reads verify the checksum
-(:mod:`bridge.artifact.codec`); a damaged or foreign file counts as absent. There are no locks: two processes that write
-one artifact write the same content. Disk errors cost one warning and a compilation, never a wrong result.
+(:mod:`bridge.artifact.codec`); a damaged or foreign file counts as absent. Two processes that write one artifact write
+the same content. Disk errors cost one warning and a compilation, never a wrong result.
 
 :func:`made_once`: if several processes need the same artifact at the same time, one makes it and the others wait. The
-maker holds a claim: a file that names its process. A claim is no lock: it ends with its process, since waiting
-processes check whether it is alive, and no process waits longer than a time limit before it makes the artifact itself.
+maker holds a claim: the system's lock of a file, which ends with its process. No process waits longer than a time limit
+before it makes the artifact itself.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import functools
 import hashlib
 import itertools
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +41,11 @@ from bridge.artifact.settings import (
 )
 from bridge.base.session import SESSION
 from bridge.base.threads import raise_deferred
+
+try:
+    import fcntl
+except ImportError:  # no POSIX
+    fcntl = None
 
 __all__ = ["Artifact", "Store", "current_store", "made_once", "of_this_package", "prune", "versions"]
 
@@ -236,9 +240,7 @@ Made = TypeVar("Made")
 
 _POLL = 0.02
 _LONGEST = 120.0
-"""Most seconds to wait for a live process: a large model's kernels take long on a shared machine."""
-_ELSEWHERE = 20.0
-"""Most seconds to wait for a process on another host, which cannot be checked."""
+"""Most seconds to wait for another process: a large model's kernels take long on a shared machine."""
 
 
 def made_once(store: Store, claim: str, get: Callable[[], Made | None], make: Callable[[], Made]) -> Made:
@@ -256,77 +258,26 @@ def made_once(store: Store, claim: str, get: Callable[[], Made | None], make: Ca
     started = time.monotonic()
     while True:
         with _claimed(path) as is_ours:
-            if is_ours:
-                found = get()  # another process may have made it meanwhile
+            found = get()  # another process may have made it meanwhile
+            if found is not None or is_ours or time.monotonic() - started > _LONGEST:
                 return make() if found is None else found
         time.sleep(_POLL)
         raise_deferred()
-        found = get()
-        if found is not None:
-            return found
-        if not _is_at_work(path, time.monotonic() - started):
-            return make()
 
 
 @contextmanager
 def _claimed(path: Path) -> Iterator[bool]:
-    """Context: yields whether this process holds the claim inside; true as well if no claim can be written."""
-    ours = _process(os.getpid())
-    try:
-        made_private(path.parent)
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    except FileExistsError:
-        yield False
-        return
-    except OSError as error:
-        complain("the cache cannot be written", str(error))
+    """Context: yields whether this thread holds the claim inside; true as well if there are no locks of files."""
+    with ExitStack() as stack:
+        try:
+            made_private(path.parent)
+            file = stack.enter_context(open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "wb"))
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.callback(path.unlink, missing_ok=True)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            complain("the cache cannot be written", str(error))
         yield True
-        return
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(ours)
-    except OSError as error:
-        complain("the cache cannot be written", str(error))
-    try:
-        yield True
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _is_at_work(path: Path, waited: float) -> bool:
-    """Whether to keep waiting for a claim; removes the claim of a process that is gone."""
-    if waited > _LONGEST:
-        return False
-    try:
-        told = path.read_text(encoding="utf-8")
-        age = time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return True  # the claim has ended: this process can claim, or the artifact exists
-    except (OSError, UnicodeDecodeError):
-        return False
-    host, _, rest = told.partition(" ")
-    number = rest.partition(" ")[0]
-    if not number.isdigit():  # not written yet, or damaged
-        gone = age > 1.0
-    elif host != socket.gethostname():
-        return waited < _ELSEWHERE
-    else:
-        gone = _process(int(number)) != told
-    if gone:
-        path.unlink(missing_ok=True)
-    return True
-
-
-def _process(number: int) -> str:
-    """A process of this host → host, id and start time, since ids are reused; empty if there is none."""
-    began = ""
-    try:
-        os.kill(number, 0)
-        # the 22nd field; the second, the name, may hold anything but ends with the last parenthesis
-        told = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
-        began = told.rpartition(")")[2].split()[19]
-    except ProcessLookupError:
-        return ""
-    except (OSError, IndexError):  # no /proc, or another user's process
-        pass
-    return f"{socket.gethostname()} {number} {began}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 
 import pytest
@@ -61,17 +60,27 @@ def test_who_is_killed_keeps_nobody(store, tmp_path):
     assert time.monotonic() - started < 2 and log.read_text() == "made\nmade\n"
 
 
-@pytest.mark.parametrize("told", ["", "elsewhere 1 1", "x" * 100, f"{socket.gethostname()} 1 12345678"])
-def test_a_claim_that_cannot_be_asked_keeps_nobody_for_long(store, monkeypatch, told):
-    monkeypatch.setattr(artifact_store, "_ELSEWHERE", 0.1)
+def test_a_file_that_nobody_holds_keeps_nobody(store):
     store.put("other", KEY, {})
     claim = store.folder / "claims" / KEY
     claim.parent.mkdir()
-    claim.write_text(told)
-    os.utime(claim, (time.time() - 5,) * 2)
+    claim.write_text("elsewhere 1 1")
     started = time.monotonic()
     assert made_once(store, KEY, lambda: None, lambda: 1) == 1
     assert time.monotonic() - started < 2
+
+
+def test_nobody_waits_for_long(store, tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    stuck = child(make_into(store, log, 60))
+    while not log.exists():
+        time.sleep(0.005)
+    monkeypatch.setattr(artifact_store, "_LONGEST", 0.1)
+    started = time.monotonic()
+    assert make_into(store, log, 0)() == b"x"
+    assert 0.1 < time.monotonic() - started < 20 and log.read_text() == "made\nmade\n"
+    os.kill(stuck, signal.SIGKILL)
+    os.waitpid(stuck, 0)
 
 
 def test_no_artifact_without_what_makes_it(store):
