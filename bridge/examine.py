@@ -88,7 +88,7 @@ def examine(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     sample = SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))
-    with after_pre_hooks(sample) as given, undo(module) as before:
+    with after_pre_hooks(sample) as given:
         call, name = replace(given, dims=dynamic_dims(given, dynamic_shapes)), sample.name
         operations: Counter[str] = Counter()
 
@@ -105,7 +105,8 @@ def examine(
                 raise UnsupportedModule(name, captured.decisions)
 
         try:
-            in_attempts(lowered)
+            with undo(module, always=True):
+                in_attempts(lowered)
         except UnsupportedModule as error:
             refused = error.ops
         except Exception as error:
@@ -113,6 +114,4 @@ def examine(
             raise
         else:
             return Coverage(name, operations, ())
-        finally:
-            before.restore()
         return Coverage(name, operations, refused, compare_ways(call) if compare else ())

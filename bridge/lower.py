@@ -90,21 +90,18 @@ def lower(
 ) -> Lowered:
     """Implements :func:`bridge.lower`."""
     sample = SampleCall(module, *normalize_sample(module, sample_input, sample_kwargs))
-    with after_pre_hooks(sample) as given, undo(module) as before:
+    with after_pre_hooks(sample) as given, undo(module, always=True):
         watch = Stopwatch()
-        try:
-            dims, grad = dynamic_dims(given, dynamic_shapes), torch.is_grad_enabled()
+        dims, grad = dynamic_dims(given, dynamic_shapes), torch.is_grad_enabled()
 
-            def lowered() -> LoweredCall:
-                captured = capture(replace(given, dims=dims))
-                return lower_captured(captured, grad=grad, partition=partition, capture_seconds=watch.seconds)
+        def lowered() -> LoweredCall:
+            captured = capture(replace(given, dims=dims))
+            return lower_captured(captured, grad=grad, partition=partition, capture_seconds=watch.seconds)
 
-            call = in_attempts(lowered)
-            captured = call.captured
-            training = {path: child.training for path, child in module.named_modules()}
-            with working_for(captured.device):
-                autocast = ambient_autocast()
-            sample = Sample(module, given.args, given.kwargs, partition, training, autocast, relower=lower)
-            return Lowered.of(call, sample, watch.seconds)
-        finally:
-            before.restore()
+        call = in_attempts(lowered)
+        captured = call.captured
+        training = {path: child.training for path, child in module.named_modules()}
+        with working_for(captured.device):
+            autocast = ambient_autocast()
+        sample = Sample(module, given.args, given.kwargs, partition, training, autocast, relower=lower)
+        return Lowered.of(call, sample, watch.seconds)

@@ -364,13 +364,9 @@ def after_pre_hooks(call: SampleCall) -> Iterator[SampleCall]:
     check_call(SampleCall(module, args, kwargs).as_pytree())  # a shard's hook would gather it
     with undo(module) as before:
         reads = recorded_reads(Reads({}, module.named_modules()))
-        try:
-            with IsolatedRNG(restores=True), generators_put_back(), reads.recorded():
-                for key, hook in hooks.items():
-                    args, kwargs = _hooked(module, key in module._forward_pre_hooks_with_kwargs, hook, args, kwargs)
-        except BaseException:
-            before.restore()
-            raise
+        with IsolatedRNG(restores=True), generators_put_back(), reads.recorded():
+            for key, hook in hooks.items():
+                args, kwargs = _hooked(module, key in module._forward_pre_hooks_with_kwargs, hook, args, kwargs)
     left = before.take_back()
     if left is None:
         yield SampleCall(module, args, kwargs).as_pytree()

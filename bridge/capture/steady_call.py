@@ -95,11 +95,7 @@ def steady_call(call: SampleCall) -> SteadyCall:
         Exception: eager's own, if PyTorch itself refuses the sample.
     """
     with undo() as before:
-        try:
-            return _steady(before, call)
-        except BaseException:
-            before.restore()
-            raise
+        return _steady(before, call)
 
 
 def in_attempts(capture: Callable[[], Result]) -> Result:

@@ -136,38 +136,34 @@ def _compile_entry(
     if backend.device.type == "cuda" and any(each.p > 0 for each in dropouts):
         begin_check(backend.device)
     with undo(module) as before:
-        try:
-            if numbers is None:
-                places, lowered = (), lower_once(call, options.partition, looped, options.steady)
-                captured = lowered.captured
-            else:
-                known, changed = numbers
-                found = lower_with_numbers(call, options.partition, changed, known.lowered, known.guard.numbers)
-                if found is None or found[0].captured.numbers.guards:  # forward may branch on the value of a scalar
-                    before.restore()
-                    return None
-                lowered, places = found
-                captured = as_called(lowered.captured, call, len(places))
-            is_whole = all(spec.sharding is None for spec in captured.module_tensors)  # else local tensors are new ones
-            constant = uncounted_statistics(module, captured) if options.freeze and is_whole else None
-            reads = numbers[0].guard.reads if numbers else before.runs[-1] if before.runs else None
-            guard = EntryGuard(module, captured, call.tensors, places, constant, reads=reads)
-            if guard.frozen is None:
-                programs = compile_programs(lowered, backend, options.graphs, guard.inputs.addresses)
-            else:
-                programs = freeze_programs(lowered, backend, guard.frozen.tensors, options.graphs)
-            entry = Entry(guard, lowered, programs, options)
-            raise_deferred()
-            guard.settling, guard.is_later = before.take_back(), before.is_later
-            for each in before.runs:
-                each.forget()
-            if looped is None:
-                captured.observation.reads = None
-            entry.compile_seconds = watch.seconds  # less than ``lowered`` took, where it was reused
-            return entry
-        except BaseException:
-            before.restore()
-            raise
+        if numbers is None:
+            places, lowered = (), lower_once(call, options.partition, looped, options.steady)
+            captured = lowered.captured
+        else:
+            known, changed = numbers
+            found = lower_with_numbers(call, options.partition, changed, known.lowered, known.guard.numbers)
+            if found is None or found[0].captured.numbers.guards:  # forward may branch on the value of a scalar
+                before.restore()
+                return None
+            lowered, places = found
+            captured = as_called(lowered.captured, call, len(places))
+        is_whole = all(spec.sharding is None for spec in captured.module_tensors)  # else local tensors are new ones
+        constant = uncounted_statistics(module, captured) if options.freeze and is_whole else None
+        reads = numbers[0].guard.reads if numbers else before.runs[-1] if before.runs else None
+        guard = EntryGuard(module, captured, call.tensors, places, constant, reads=reads)
+        if guard.frozen is None:
+            programs = compile_programs(lowered, backend, options.graphs, guard.inputs.addresses)
+        else:
+            programs = freeze_programs(lowered, backend, guard.frozen.tensors, options.graphs)
+        entry = Entry(guard, lowered, programs, options)
+        raise_deferred()
+        guard.settling, guard.is_later = before.take_back(), before.is_later
+        for each in before.runs:
+            each.forget()
+        if looped is None:
+            captured.observation.reads = None
+        entry.compile_seconds = watch.seconds  # less than ``lowered`` took, where it was reused
+        return entry
 
 
 def require_capturable(module_name: str) -> None:

@@ -8,13 +8,11 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from autodiff.extents import sample_of
 from bridge.base.devices import HOST
@@ -23,8 +21,8 @@ from bridge.base.generators import default_generator, states_put_back
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, VF, has_global_hooks, has_saved_tensors_hooks
 from bridge.dispatch.entry import Entry
-from bridge.guards import ABSENT
-from bridge.state import SampleCall, Snapshot, generators_put_back
+from bridge.guards import ABSENT, undo
+from bridge.state import SampleCall, generators_put_back
 from bridge.trials import Pace, chosen, losses_of, shortest
 
 __all__ = ["TOO_SMALL", "Profitability", "measure_profitability"]
@@ -61,18 +59,6 @@ def _backward(result: Any, wanted: Sequence[torch.Tensor]) -> None:
     outputs = losses_of(result)
     if wanted and outputs:
         torch.autograd.grad(outputs, wanted, list(map(VF.ones_like, outputs)), allow_unused=True)
-
-
-@contextmanager
-def _unnoticed(entry: Entry, module: nn.Module) -> Iterator[None]:
-    """Context that restores generators and the module's Python state at its end."""
-    drawn = {default_generator(draw.device) for draw in entry.lowered.captured.draws}
-    before = Snapshot(module)
-    try:
-        with states_put_back(drawn), generators_put_back():
-            yield
-    finally:
-        before.restore()
 
 
 def measure_profitability(entry: Entry, call: SampleCall) -> Profitability | None:
@@ -117,10 +103,11 @@ def _measured(entry: Entry, call: SampleCall) -> Profitability | None:
     except GuardFailure:
         return None
     wanted = [inputs[index] for index in entry.lowered.wanted]
+    drawn = {default_generator(draw.device) for draw in entry.lowered.captured.draws}
     if any(tensor.grad_fn is not None or tensor._backward_hooks for tensor in wanted):
         return None
     try:
-        with _unnoticed(entry, module):
+        with undo(module, always=True), states_put_back(drawn), generators_put_back():
             steps = {_OURS: lambda: entry(list(inputs), module), _EAGER: call.forward}
             runs = {name: lambda step=step: _backward(step(), wanted) for name, step in steps.items()}
             seconds = shortest(_PACE.rounds(runs))

@@ -160,21 +160,18 @@ def _on_copies(call: SampleCall, enter: Enter) -> Iterator[SampleCall]:
     copied = copier()
     twin = Twin(call.module, copied)
     _watch(call.module, twin.module, enter)
-    with undo() as before:
-        try:
-            own = {key: each for key, each in twin.originals.items() if not isinstance(each, torch.Tensor)}
-            reads = recorded_reads(Reads(own, twin.module.named_modules()))
-            with (
-                working_for(device_of_call(call)),
-                generators_put_back(),
-                no_frames_compiled(),
-                as_python(),
-                reads.recorded(),
-            ):
-                given = call.as_pytree()
-                yield SampleCall(twin.module, *_with_copies((given.args, given.kwargs), copied))
-        finally:
-            before.restore()
+    with undo(always=True):
+        own = {key: each for key, each in twin.originals.items() if not isinstance(each, torch.Tensor)}
+        reads = recorded_reads(Reads(own, twin.module.named_modules()))
+        with (
+            working_for(device_of_call(call)),
+            generators_put_back(),
+            no_frames_compiled(),
+            as_python(),
+            reads.recorded(),
+        ):
+            given = call.as_pytree()
+            yield SampleCall(twin.module, *_with_copies((given.args, given.kwargs), copied))
 
 
 def _with_copies(given: Any, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:

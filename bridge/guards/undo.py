@@ -109,12 +109,20 @@ class Settling:
 
 
 @contextmanager
-def undo(module: nn.Module | None = None) -> Iterator[Undo]:
-    """Yields an :class:`Undo` of this thread's recorded runs of forward on ``module``; ``None``: on its twins."""
+def undo(module: nn.Module | None = None, always: bool = False) -> Iterator[Undo]:
+    """Yields an :class:`Undo` of this thread's recorded runs of forward on ``module``; ``None``: on its twins.
+
+    It restores the state after an error; ``always``: after any end.
+    """
     made, outer = Undo(module), getattr(_active, "undos", ())
     _active.undos = (*outer, made)
     try:
         yield made
+        if always:
+            made.restore()
+    except BaseException:
+        made.restore()
+        raise
     finally:
         _active.undos = outer
 
