@@ -7,7 +7,7 @@ names in the lowered functions. An entry runs the steps, bound by :mod:`bridge.d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from bridge.dispatch.results import result_layouts
 from bridge.lowering import LoweredCall
 
 __all__ = ["STEPS", "Backward", "CallStep", "Checks", "Derive", "Forward", "Generator", "Inputs", "MakeDraws"]
-__all__ += ["ReadNumbers", "Relayout", "Results", "Save", "SetAttributes", "WriteBack", "at_sizes", "input_names"]
+__all__ += ["ReadNumbers", "Relayout", "Results", "Save", "SetAttributes", "WriteBack", "input_names"]
 __all__ += ["plan_call"]
 
 
@@ -405,24 +405,6 @@ def plan_call(
     if guard.tree.sets_attributes:
         found.append(SetAttributes(captured.state.counters, tuple(each.name for each in captured.state.kept)))
     return tuple(found)
-
-
-def at_sizes(
-    steps: Sequence[CallStep], lowered: LoweredCall, forward: Program, observed: Observed
-) -> tuple[CallStep, ...]:
-    """The steps of a call of other sizes; ``observed``: its draws and results."""
-    found: list[CallStep] = []
-    for step in steps:
-        if isinstance(step, MakeDraws):
-            found.append(replace(step, draws=observed.draws))
-        elif isinstance(step, Results):
-            found.append(replace(step, outputs=observed.outputs))
-        elif not isinstance(step, Relayout):
-            found.append(step)
-        if isinstance(step, Forward):
-            after = len(found)
-    after += isinstance(found[after], Checks)
-    return (*found[:after], *_relayout(lowered, forward, observed, _result_names(lowered)), *found[after:])
 
 
 def _relayout(lowered: LoweredCall, forward: Program, observed: Observed, values: Sequence[str]) -> list[Relayout]:

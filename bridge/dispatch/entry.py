@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autodiff.lazy import cached_property
 from bridge.base.errors import RUN, GuardFailure, is_out_of_memory
 from bridge.base.log import Stopwatch
 from bridge.base.lru import LeastRecentlyUsed
@@ -29,7 +28,7 @@ from bridge.capture import DynamicDim, ScalarGuard
 from bridge.compile import Backend, Program, RecordedGraphs, RunLoop, evaluator
 from bridge.dispatch.autograd import apply, apply_in_nodes
 from bridge.dispatch.call_run import CallRun, CallValues
-from bridge.dispatch.call_steps import CallStep, MakeDraws, Results, at_sizes, plan_call
+from bridge.dispatch.call_steps import CallStep, MakeDraws, Results, plan_call
 from bridge.dispatch.guards import EntryGuard, Sizes
 from bridge.dispatch.programs import Programs
 from bridge.dispatch.recompute import Observed, alignments, numbers_read
@@ -92,7 +91,7 @@ class BoundCalls:
     def steps(self) -> tuple[CallStep, ...]:
         """The steps of a call with symbolic extents, except the strides of results, which are the sample's."""
         symbolic = {MakeDraws: {"draws": self._symbolic.draws}, Results: {"outputs": self._symbolic.outputs}}
-        return tuple(replace(step, **symbolic.get(type(step), {})) for step in self._of_sample)
+        return tuple(replace(step, **symbolic.get(type(step), {})) for step in self._planned(self._samples))
 
     def of(self, call: CallValues) -> CallRun:
         """The bound steps of a call with the guard's inputs; data-dependent sizes are appended to the inputs.
@@ -133,12 +132,8 @@ class BoundCalls:
             failure = GuardFailure(RUN, "error in binding sizes", f"{given}: {type(error).__name__}: {error}")
             raise failure from error
 
-    @cached_property
-    def _of_sample(self) -> tuple[CallStep, ...]:
-        return plan_call(self._lowered, self._programs, self._guard, self._observed(self._samples))
-
     def _planned(self, sizes: Sizes) -> tuple[CallStep, ...]:
-        return at_sizes(self._of_sample, self._lowered, self._programs.forward.program, self._observed(sizes))
+        return plan_call(self._lowered, self._programs, self._guard, self._observed(sizes))
 
     def bind(self, sizes: Sizes | None = None) -> CallRun:
         """The bound steps for sizes, by default the sample's; waits for machine code, raises its errors."""
