@@ -21,8 +21,7 @@ from torch import nn
 from bridge.base.pytrees import packed
 from bridge.base.torch_internals import pytree
 from bridge.capture.twin import Twin
-from bridge.guards import ABSENT, ClosureCell, Contents, Name, Reads, Slot, slot_of
-from bridge.state import Snapshot
+from bridge.guards import ABSENT, ClosureCell, Contents, Name, Reads, Slot, Snapshot, slot_of
 
 __all__ = ["KeptPlace", "KeptState", "kept_state"]
 

@@ -28,8 +28,8 @@ from bridge.base.torch_internals import (
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.rows import memory_of
 from bridge.capture.twin import Twin
-from bridge.guards import in_its_place, reads_as_forward
-from bridge.state import SampleCall, Snapshot, own_attributes
+from bridge.guards import Snapshot, in_its_place, reads_as_forward
+from bridge.state import SampleCall, own_attributes
 
 __all__ = ["PreparedTwin", "Protected", "attributes_of", "copier", "own_leaves", "paths_of", "with_attributes"]
 

@@ -23,7 +23,6 @@ from bridge.guards.kinds import (
     RAISING_WARNINGS,
     contents_of,
     effect_of,
-    effect_on_memory,
     is_a,
     is_key,
     paired,
@@ -48,8 +47,7 @@ from bridge.guards.watched import Place
 
 __all__ = ["MOST_RESULTS", "CallAnalysis"]
 
-_UNBOUND = (types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
-_IN_C = ("cython_function_or_method", "instancemethod", *(kind.__name__ for kind in _UNBOUND))
+_IN_C = "cython_function_or_method instancemethod wrapper_descriptor method_descriptor classmethod_descriptor".split()
 _KNOWN_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "math", "builtins", ""}
 MOST_RESULTS = 256
 """The objects, and the plain values, that are followed one by one for each call instruction."""
@@ -204,7 +202,7 @@ class CallAnalysis(Sources):
         kind, (args, _) = type(owner), given
         if is_changeable(kind):
             self.class_name(kind, name)
-        if reason := effect_on_memory(owner, name):
+        if is_a(owner, torch.UntypedStorage) and (reason := effect_of(owner, name)):
             self.refuse(f"untyped_storage().{name}()", where, *reason)
         if name == "__new__" and args:
             for made in [each for each in args[0] if is_a(each, type)]:
@@ -351,8 +349,13 @@ class CallAnalysis(Sources):
             self.know(found, Place("", words))
             self._result(known.calls.called, place, found, known)
 
-    def _called(self, frame: Frame, place: int, value: Any, call: CallSite, source: Source) -> None:
-        """Notes a call that the profiler does not report: a slot in C (``ref()``, ``list(it)``, ``partial(n)``)."""
+    def _called(
+        self, frame: Frame, place: int, value: Any, call: CallSite, source: Source, known: tuple | None = None
+    ) -> None:
+        """Notes a call that the profiler does not report: a slot in C (``ref()``, ``list(it)``, ``partial(n)``).
+
+        ``known``: the possible values of its arguments; ``None``: taken from ``call``.
+        """
         value = self.cached_function(value)
         kind = type(value)
         if is_changeable(kind) and not is_a(value, type):
@@ -362,7 +365,7 @@ class CallAnalysis(Sources):
                 self.refuse(str(self.place(value)) or kind.__name__, frame.where, *reason)
         if is_a(value, nn.Module):  # its forward is profiled code, or machinery
             return
-        given = functools.cache(lambda: self._given_to(frame, call))  # most calls ask for no argument
+        given = functools.cache(lambda: known or self._given_to(frame, call))  # most calls ask for no argument
         if is_a(value, weakref.ref):
             self._reference(frame, place, value)
         elif kind is functools.partial:
@@ -392,8 +395,11 @@ class CallAnalysis(Sources):
             for owner in owners:
                 if not is_a(owner, ModuleType | type | Instance | FrameOf):
                     self._method(frame, place, owner, value, source[2], frame.where, given())
-            if all(is_a(each, ModuleType | type) for each in owners):
-                self._unbound(frame, place, value, given()[0])
+            args, words = given()
+            unbound = args[0] if args and all(is_a(each, ModuleType | type) for each in owners) else ()
+            for owner in unbound:  # the first argument is the method's object
+                if type(owner) not in PLAIN and not is_a(owner, Instance | FrameOf):
+                    self._method(frame, place, owner, value, value.__name__, frame.where, (args[1:], words))
         elif kind is functools._lru_cache_wrapper:
             wrapped = value.__wrapped__
             self.know(wrapped, self.place(value))
@@ -435,22 +441,14 @@ class CallAnalysis(Sources):
 
     def _partial(self, frame: Frame, place: int, value: functools.partial, call: CallSite, given: tuple) -> None:
         """Notes the call of a ``functools.partial``."""
-        args = [*([each] for each in value.args), *given[0]]
         for each in (*value.args, *value.keywords.values()):
             self.whole(each, frame.where)
-        function = value.func
-        if is_a(function, type):
-            self._made(frame, place, function, args, True)
-        elif is_a(function, types.BuiltinFunctionType):
-            self._invoke(frame, place, function, call, frame.where, (args, {}))
-        elif is_a(function, _UNBOUND):
-            self._unbound(frame, place, function, args)
-
-    def _unbound(self, frame: Frame, place: int, function: Any, args: Given) -> None:
-        """Notes the call of an unbound method in C; the first argument is its object."""
-        for owner in args[0] if args else ():
-            if type(owner) not in PLAIN and not is_a(owner, Instance | FrameOf):
-                self._method(frame, place, owner, function, function.__name__, frame.where, (args[1:], {}))
+        named = {name: [each] for name, each in value.keywords.items()}
+        given = [*([each] for each in value.args), *given[0]], named | given[1]
+        if is_a(value.func, types.BuiltinFunctionType):
+            self._invoke(frame, place, value.func, call, frame.where, given)
+        else:
+            self._called(frame, place, value.func, call, ("made",), given)
 
     def _getter(self, frame: Frame, place: int, getter: Any, args: Given) -> None:
         """Notes the lookups of an ``attrgetter``, ``itemgetter`` or ``methodcaller``."""

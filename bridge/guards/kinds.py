@@ -19,19 +19,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["CONTAINERS", "FILES", "LOCKED", "LOCKS", "OUTSIDE", "PLAIN", "RAISING_WARNINGS", "answer_of", "contents_of"]
-__all__ += [
-    "effect_of",
-    "effect_on_memory",
-    "implicit_of",
-    "is_a",
-    "is_iterator",
-    "is_key",
-    "is_told",
-    "key_of",
-    "paired",
-]
-__all__ += ["parts_of", "put_back", "rows_of_types", "unwatched"]
+__all__ = ["CONTAINERS", "FILES", "LOCKED", "LOCKS", "OUTSIDE", "PLAIN", "RAISING_WARNINGS", "answer_of"]
+__all__ += ["contents_of", "effect_of", "implicit_of", "is_a", "is_iterator", "is_key", "is_told"]
+__all__ += ["key_of", "paired", "parts_of", "put_back", "rows_of_types", "unwatched"]
 
 PLAIN = frozenset(
     (
@@ -47,6 +37,7 @@ _SHOWN = (types.MappingProxyType, *(type(view({})) for view in (dict.keys, dict.
 FILES = "writes to or reads from a file or a data base that lies outside of the call; a compiled call does not"
 _QUEUES = "puts something into a queue or takes something out of it; a compiled call does not"
 _STREAMS = "moves a stream or a digest that lies outside of the call on; a compiled call does not"
+_MEMORY = "frees or grows a tensor's memory, or puts another in its place; a compiled call does not"
 _STORES = "reads or writes a store of several processes; a compiled call does not"
 _MOVES = "moves a generator or changes an object that lies outside of the call; a compiled call does not"
 _FOREIGN = "calls a library in C or reads memory by its address, whose state cannot be watched"
@@ -69,6 +60,7 @@ _EFFECTS: dict[tuple[str, str], tuple[str, str]] = {
         _FOREIGN,
         f"make a kernel an operator (torch.library.custom_op), or {OUTSIDE}",
     ),
+    ("torch.storage", "resize_ _set_from_file _unsafe_set_cdata"): (_MEMORY, OUTSIDE),
     ("torch.distributed.distributed_c10d", "set add get wait delete_key append num_keys"): (_STORES, OUTSIDE),
 }
 _BY_MODULE = {module: (frozenset(names.split()), told) for (module, names), told in _EFFECTS.items()}
@@ -103,13 +95,6 @@ def paired(function: Any) -> tuple[int, Callable[[], Any], tuple[str, str]] | No
         return (1 if name == "set" else -1), str, _SETS  # nothing to undo: the run has a context of its own
     if type(owner).__name__ == "SemLock" and name in ("acquire", "release"):
         return (1 if name == "acquire" else -1), owner.release, LOCKED
-    return None
-
-
-def effect_on_memory(owner: Any, name: str) -> tuple[str, str] | None:
-    """The reason why a compiled call cannot run a method of a tensor's storage, and the remedy; ``None`` if it can."""
-    if is_a(owner, torch.UntypedStorage) and name in ("resize_", "_set_from_file", "_unsafe_set_cdata"):
-        return "frees or grows a tensor's memory, or puts another in its place; a compiled call does not", OUTSIDE
     return None
 
 

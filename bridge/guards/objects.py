@@ -29,20 +29,9 @@ from bridge.base.threads import free_in_children
 from bridge.guards.kinds import CONTAINERS, PLAIN, is_a
 from bridge.state import dict_of
 
-__all__ = [
-    "ABSENT",
-    "ANY",
-    "FrameOf",
-    "Instance",
-    "Strangers",
-    "binds",
-    "class_entry",
-    "classes_in",
-    "dict_of",
-    "fields_of",
-]
-__all__ += ["function_or_object", "identity_of", "inner_function", "interesting", "is_alive", "is_changeable"]
-__all__ += ["is_held", "is_in_function", "is_library", "is_ours", "names_of", "special_methods_of"]
+__all__ = ["ABSENT", "ANY", "FrameOf", "Instance", "Strangers", "binds", "class_entry", "classes_in", "dict_of"]
+__all__ += ["fields_of", "function_or_object", "identity_of", "inner_function", "interesting", "is_alive"]
+__all__ += ["is_changeable", "is_held", "is_in_function", "is_library", "is_ours", "names_of", "special_methods_of"]
 
 ABSENT, ANY = object(), object()
 """Mark a missing value, and more plain values than are followed one by one."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from bridge.guards.kinds import PLAIN, contents_of
+from bridge.guards.kinds import PLAIN, is_a
 from bridge.guards.recording import Reads
 from bridge.guards.watched import ABSENT, Contents, Name, Place
-from bridge.state import Snapshot
+from bridge.state import is_renewed, same_inside
 
-__all__ = ["Settling", "Undo", "needs_first_call", "recorded_reads", "undo"]
+__all__ = ["Settling", "Snapshot", "Undo", "needs_first_call", "recorded_reads", "undo"]
 
 _active = threading.local()
 
@@ -49,7 +49,7 @@ class Undo:
                 if key not in written and getattr(item, "running", None) is None:
                     written[key] = item, then, item.read()
         found = [each for each in written.values() if not each[0].same(each[2], each[1])]
-        found += [] if self._tree is None else _of_tree(self._tree)
+        found += [] if self._tree is None else self._tree.places()
         settling = Settling(found)
         settling.undo()
         if not found or self.is_later:
@@ -68,15 +68,83 @@ def _read_by(reads: Reads) -> Iterator[Any]:
                 yield Name(held, name, Place("attribute", name, reads.place(module).of))
 
 
-def _of_tree(before: Snapshot) -> Iterator[tuple[Any, Any, Any]]:
-    """The writes to the attributes of a module tree, and into containers among them."""
-    for own, name, held in before.written():
-        item = Name(own, name, Place("attribute", name))
-        yield item, held[0] if held else ABSENT, item.read()
-    for value, held in before.contents():
-        item, reader = Contents(value, Place("", "a container")), contents_of(value)
-        if not item.same(now := item.read(), then := reader(held)):
-            yield item, then, now
+class Snapshot:
+    """The Python state of a module tree: finds later changes and undoes them.
+
+    Tensors are compared by identity; the fake run detects in-place changes of tensors.
+    """
+
+    def __init__(self, root: nn.Module):
+        self._modules = [(name, module, dict(module.__dict__)) for name, module in root.named_modules()]
+        held = [
+            (module, key, value)
+            for _, module, attributes in self._modules
+            for key, value in attributes.items()
+            if is_a(value, list | dict | set)
+        ]
+        held += [  # attributes that a user has set on parameters and buffers
+            (module, name, vars(tensor))
+            for _, module, _ in self._modules
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
+        items = [(module, key, Contents(value, Place("", "a container"))) for module, key, value in held]
+        self._contents = [(module, key, item, item.read()) for module, key, item in items]
+
+    def changes(self) -> list[str]:
+        """Dotted names of attributes that were set, deleted or changed in place since the snapshot."""
+        owners = {id(own): name for name, module, _ in self._modules for own in (module, module.__dict__)}
+        found = [
+            (owners[id(own)], key)
+            for own, key, held in self.written()
+            if not (held and key in own and same_inside(held[0], own[key]))
+        ]
+        for module, key, *held in self._contents:
+            if not is_renewed(module, key) and _is_changed(*held):
+                found.append((owners[id(module)], key))
+        return sorted({f"{path}.{key}" if path else key for path, key in found})
+
+    def has(self, path: str, name: str) -> bool:
+        """Whether the module at ``path`` had the attribute."""
+        return any(name in attributes for found, _, attributes in self._modules if found == path)
+
+    def written(self) -> Iterator[tuple[dict[str, Any], str, list[Any]]]:
+        """Attributes that hold another object than before: dictionary, name, list of the old value (empty: none)."""
+        for _, module, before in self._modules:
+            own = module.__dict__
+            for name in dict.fromkeys((*before, *own)):
+                if not is_renewed(module, name) and own.get(name, self) is not before.get(name, self):
+                    yield own, name, [before[name]] if name in before else []
+
+    def places(self) -> Iterator[tuple[Any, Any, Any]]:
+        """The written attributes, and containers among the attributes, as places with their values then and now."""
+        for own, name, held in self.written():
+            item = Name(own, name, Place("attribute", name))
+            yield item, held[0] if held else ABSENT, item.read()
+        for module, key, item, then in self._contents:
+            if not is_renewed(module, key) and not item.same(now := item.read(), then):
+                yield item, then, now
+
+    def value_of(self, path: str, name: str) -> Any:
+        """The old value of an attribute of the module at ``path``, or ``None``."""
+        return next(attributes.get(name) for found, _, attributes in self._modules if found == path)
+
+    def restore(self) -> None:
+        """Restores every attribute and the contents of every list, dict and set among them."""
+        for _, module, before in self._modules:
+            attributes = module.__dict__  # never emptied: another thread may be reading it
+            for key in attributes.keys() - before.keys():
+                del attributes[key]
+            attributes.update(before)
+        for _, _, item, then in self._contents:
+            if _is_changed(item, then):
+                item.write(then)
+
+
+def _is_changed(item: Contents, then: Any) -> bool:
+    """Whether a container has other contents than then; the order of a set does not matter."""
+    now = item.read()
+    return set(now) != set(then) if is_a(item.value, set) else not same_inside(now, then)
 
 
 class Settling:

@@ -30,8 +30,8 @@ from bridge.guards.objects import ABSENT, class_entry, dict_of, is_changeable
 from bridge.state import kept, same
 
 __all__ = ["ABSENT", "MANY", "Answer", "CachedResult", "Class", "ClassName", "ClosureCell", "Code", "Contents"]
-__all__ += ["Missing", "Name", "Place", "Slot", "Watched", "alike", "class_entry", "entry_of", "slot_of"]
-__all__ += ["contents_at", "slots_in", "table_of"]
+__all__ += ["Missing", "Name", "Place", "Slot", "Watched", "alike", "class_entry", "contents_at", "entry_of"]
+__all__ += ["slot_of", "slots_in", "table_of"]
 
 _LOCAL = threading.local
 MANY = 64

@@ -1,11 +1,11 @@
-"""The Python state of a module: its tensors and attributes; snapshot, restore, compare."""
+"""The Python state of a module: its tensors and attributes; comparison of values."""
 
 from bridge.state.module import (
     ModuleTensor,
     SampleCall,
-    Snapshot,
     hooks_of,
     is_own_attribute,
+    is_renewed,
     module_tensors,
     own_attributes,
     tensor_problem,
@@ -23,7 +23,7 @@ from bridge.state.values import (
 )
 from bridge.state.write_counts import dict_behind, dict_versions, write_counter
 
-__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "constant_key", "dict_behind", "dict_of", "dict_versions"]
-__all__ += ["generators_put_back", "hooks_of", "is_own_attribute", "kept", "kind_of_container", "module_tensors"]
-__all__ += ["moved_generators", "own_attributes", "same", "same_inside", "tensor_problem", "write_counter"]
-__all__ += ["written_class"]
+__all__ = ["ModuleTensor", "SampleCall", "constant_key", "dict_behind", "dict_of", "dict_versions"]
+__all__ += ["generators_put_back", "hooks_of", "is_own_attribute", "is_renewed", "kept", "kind_of_container"]
+__all__ += ["module_tensors", "moved_generators", "own_attributes", "same", "same_inside", "tensor_problem"]
+__all__ += ["write_counter", "written_class"]

@@ -1,8 +1,4 @@
-"""Module state: a module → its Python attributes (a snapshot, to undo a capture) and its tensors (program inputs).
-
-Tracing runs the user's ``forward``, which may change Python state (``self.calls += 1``). :class:`Snapshot` finds these
-changes and undoes them.
-"""
+"""Module state: a module → its Python attributes and its tensors (program inputs)."""
 
 from __future__ import annotations
 
@@ -18,9 +14,8 @@ from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.pytrees import packed_arguments, unpacked
 from bridge.base.torch_distributed import Sharding, is_distributed, local_tensor, sharding_of
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS, pytree
-from bridge.state.values import CONTAINERS, refilled, same_inside, snapshot
 
-__all__ = ["ModuleTensor", "SampleCall", "Snapshot", "hooks_of", "is_own_attribute", "module_tensors"]
+__all__ = ["ModuleTensor", "SampleCall", "hooks_of", "is_own_attribute", "is_renewed", "module_tensors"]
 __all__ += ["own_attributes", "tensor_problem", "written_class"]
 
 # nn.Module's own entries of __dict__; parameters, buffers, submodules and flags are guarded separately.
@@ -39,7 +34,7 @@ def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def is_own_attribute(module: nn.Module, name: str) -> bool:
     """Whether an entry of a module's ``__dict__`` is one of :func:`own_attributes`."""
-    return name not in _INTERNAL and not name.startswith(_SHARDING_NOTES) and not _is_renewed(module, name)
+    return name not in _INTERNAL and not name.startswith(_SHARDING_NOTES) and not is_renewed(module, name)
 
 
 def written_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -48,7 +43,7 @@ def written_class(kind: type[nn.Module]) -> type[nn.Module]:
     return kind if position is None else kind.__mro__[position]
 
 
-def _is_renewed(module: nn.Module, name: str) -> bool:
+def is_renewed(module: nn.Module, name: str) -> bool:
     """Whether the attribute is a parameter cache that forward renews."""
     return name in _RECURRENT_CACHES and isinstance(module, nn.RNNBase)
 
@@ -58,74 +53,6 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for kind in MODULE_HOOKS:
         for hook in getattr(module, kind, {}).values():
             yield kind[1:], hook
-
-
-class Snapshot:
-    """The Python state of a module tree: finds later changes and undoes them.
-
-    Tensors are compared by identity; the fake run detects in-place changes of tensors.
-    """
-
-    def __init__(self, root: nn.Module):
-        self._modules = [(name, module, dict(module.__dict__)) for name, module in root.named_modules()]
-        self._containers = [
-            (module, key, value, snapshot(value))
-            for _, module, attributes in self._modules
-            for key, value in attributes.items()
-            if issubclass(type(value), CONTAINERS)
-        ]
-        self._containers += [  # attributes that a user has set on parameters and buffers
-            (module, name, vars(tensor), dict(vars(tensor)))
-            for _, module, _ in self._modules
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
-        ]
-
-    def changes(self) -> list[str]:
-        """Dotted names of attributes that were set, deleted or changed in place since the snapshot."""
-        owners = {id(own): name for name, module, _ in self._modules for own in (module, module.__dict__)}
-        found = [
-            (owners[id(own)], key)
-            for own, key, held in self.written()
-            if not (held and key in own and same_inside(held[0], own[key]))
-        ]
-        for module, key, value, contents in self._containers:
-            if not _is_renewed(module, key) and not same_inside(contents, value):
-                found.append((owners[id(module)], key))
-        return sorted({f"{path}.{key}" if path else key for path, key in found})
-
-    def has(self, path: str, name: str) -> bool:
-        """Whether the module at ``path`` had the attribute."""
-        return any(name in attributes for found, _, attributes in self._modules if found == path)
-
-    def written(self) -> Iterator[tuple[dict[str, Any], str, list[Any]]]:
-        """Attributes that hold another object than before: dictionary, name, list of the old value (empty: none)."""
-        for _, module, before in self._modules:
-            own = module.__dict__
-            for name in dict.fromkeys((*before, *own)):
-                if not _is_renewed(module, name) and own.get(name, self) is not before.get(name, self):
-                    yield own, name, [before[name]] if name in before else []
-
-    def contents(self) -> Iterator[tuple[Any, Any]]:
-        """Containers among the attributes, with copies of their old contents."""
-        for module, name, value, held in self._containers:
-            if not _is_renewed(module, name):
-                yield value, held
-
-    def value_of(self, path: str, name: str) -> Any:
-        """The old value of an attribute of the module at ``path``, or ``None``."""
-        return next(attributes.get(name) for found, _, attributes in self._modules if found == path)
-
-    def restore(self) -> None:
-        """Restores every attribute and the contents of every list, dict and set among them."""
-        for _, module, before in self._modules:
-            attributes = module.__dict__  # never emptied: another thread may be reading it
-            for key in attributes.keys() - before.keys():
-                del attributes[key]
-            attributes.update(before)
-        for _, _, value, contents in self._containers:
-            if not same_inside(contents, value):
-                refilled(value, contents)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Plain Python values: exact comparison, hashable keys, shallow copies; state of Python's and numpy's generators.
+"""Plain Python values: exact comparison, hashable keys; state of Python's and numpy's generators.
 
 Values are equal only if no operator can tell them apart: 1, 1.0 and True differ, as do 0.0 and -0.0; nan equals nan.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,14 +16,12 @@ import torch
 
 from bridge.base.threads import is_alone
 
-__all__ = ["CONTAINERS", "PLAIN", "constant_key", "dict_of", "generators_put_back", "kept", "kind_of_container"]
-__all__ += ["moved_generators", "refilled", "same", "same_inside", "snapshot"]
+__all__ = ["PLAIN", "constant_key", "dict_of", "generators_put_back", "kept", "kind_of_container"]
+__all__ += ["moved_generators", "same", "same_inside"]
 
 _CONSTANTS = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 PLAIN = (*_CONSTANTS, float, complex, bytes, tuple, frozenset)
 """Types of immutable values, which are compared by value."""
-CONTAINERS = (list, OrderedDict, dict, set)
-"""Classes of containers whose contents a snapshot copies."""
 
 
 def kind_of_container(value: Any) -> type | None:
@@ -89,26 +87,6 @@ def constant_key(value: Any) -> tuple | None:
     if isinstance(value, _CONSTANTS):
         return type(value), value
     return None
-
-
-def snapshot(value: Any) -> Any:
-    """A shallow copy of a container, to detect later in-place changes; any other value itself."""
-    kind = next((each for each in CONTAINERS if issubclass(type(value), each)), None)
-    if kind is None:
-        return value
-    made = refilled(kind.__new__(type(value)), value)
-    if isinstance(value, defaultdict):
-        made.default_factory = value.default_factory
-    return made
-
-
-def refilled(value: Any, contents: Any) -> Any:
-    """A container with the contents of another one of its class; runs none of its own methods."""
-    kind = next(each for each in CONTAINERS if issubclass(type(value), each))
-    kind.clear(value)
-    items = [*(dict.items(contents) if kind in CONTAINERS[1:3] else kind.__iter__(contents))]
-    (kind.extend if kind is list else kind.update)(value, items)
-    return value
 
 
 @contextmanager

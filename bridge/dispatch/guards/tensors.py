@@ -194,20 +194,14 @@ class LocalTensors:
     def failure(self, tensors: Sequence[Any]) -> GuardFailure | None:
         """The first tensor that is distributed in another way, or ``None``."""
         for place, name, then in self._expected:
-            if not _is_placed(tensors[place], then):
-                now = sharding_of(tensors[place]) if is_distributed(tensors[place]) else None
-                if now is not None and now.placements == then.placements:
-                    return GuardFailure(MODULE, f"mesh of {name}", f"compiled for {then.mesh}, called with {now.mesh}")
-                words = "a tensor of one process" if now is None else now.placements
-                return differs(MODULE, f"placements of {name}", then.placements, words)
+            if not is_distributed(tensors[place]):
+                return differs(MODULE, f"placements of {name}", then.placements, "a tensor of one process")
+            now = sharding_of(tensors[place])
+            if now.placements != then.placements:
+                return differs(MODULE, f"placements of {name}", then.placements, now.placements)
+            if now.mesh is not then.mesh and now.mesh != then.mesh:
+                return differs(MODULE, f"mesh of {name}", then.mesh, now.mesh)
         return None
-
-
-def _is_placed(tensor: Any, then: Sharding) -> bool:
-    if not is_distributed(tensor):
-        return False
-    now = sharding_of(tensor)
-    return now.placements == then.placements and (now.mesh is then.mesh or now.mesh == then.mesh)
 
 
 _NAMES = [each.name for each in PROPERTIES]

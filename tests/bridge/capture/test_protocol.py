@@ -14,7 +14,8 @@ from bridge import UnsupportedModule
 from bridge.capture import capture, dynamic_dims
 from bridge.capture.passes import alias_analysis, stop_gradient
 from bridge.capture.twin import Twin
-from bridge.state import SampleCall, Snapshot
+from bridge.guards import Snapshot
+from bridge.state import SampleCall
 from tests.bridge.models import bert_layer
 from tests.corpus.forwards import counted
 
