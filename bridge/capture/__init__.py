@@ -26,7 +26,7 @@ from bridge.capture.packed import PACKED_LAYERS, packed_layers
 from bridge.capture.passes.alias_analysis import OVERWRITTEN, PATH, WHERE
 from bridge.capture.passes.decompositions import COMPUTED_DRAWS, RECURRENT_LAYERS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.stop_gradient import PART_OF, STOP_GRADIENT
-from bridge.capture.precall_guards import LITERAL, SIZE_OPERATORS, OperatorCall, PreCallExpression, ValueIndex, shown
+from bridge.capture.precall_guards import FUNCTIONS, PreCallExpression, shown
 from bridge.capture.prepared_twin import copier
 from bridge.capture.record_call import RecordedCall, capture, record_call
 from bridge.capture.refusals import check_call, device_of_call, uninitialized
@@ -50,8 +50,8 @@ __all__ = [
     "COLLECTIVE",
     "COMPUTED_DRAWS",
     "CUSTOM_GRADIENT",
+    "FUNCTIONS",
     "LEAST",
-    "LITERAL",
     "LOOP_MARKS",
     "ONCE",
 ]
@@ -64,7 +64,6 @@ __all__ += [
     "RAN",
     "RECURRENT_LAYERS",
     "SHAPES",
-    "SIZE_OPERATORS",
     "SLOPE_DRAWS",
     "STOP_GRADIENT",
     "TANGENT",
@@ -73,13 +72,12 @@ __all__ += ["UNKNOWN", "UPSAMPLES", "WHERE", "WHOLE", "WITH_GRADIENT", "Captured
 __all__ += ["functions_of_torch", "leads_out"]
 __all__ += ["CapturedArguments", "CapturedNames", "ClosedFunction"]
 __all__ += ["DropoutOperand", "DynamicDim", "IsolatedRNG", "KeptPlace", "LoopedCall", "NotArithmeticError"]
-__all__ += ["NumberPlace", "Observation", "OperatorCall", "Output", "Parameter", "PreCallExpression", "RecordedCall"]
+__all__ += ["NumberPlace", "Observation", "Output", "Parameter", "PreCallExpression", "RecordedCall"]
 __all__ += [
     "ScalarGuard",
     "StepMasks",
     "TensorMetadata",
     "Twin",
-    "ValueIndex",
     "after_pre_hooks",
     "as_python",
     "attends_by_products",

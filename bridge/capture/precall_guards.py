@@ -14,16 +14,18 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
+from autodiff.lazy import cached_property
 from bridge.base.devices import HOST
 from bridge.base.errors import BY_NUMBERS, Unsupported
 from bridge.base.pytrees import tensor_leaves
-from bridge.base.torch_internals import OpOverload, aten, schema
+from bridge.base.torch_internals import VF, OpOverload, aten, schema
 from bridge.base.torch_shapes import hint
 from bridge.capture.draws import IsolatedRNG
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT
@@ -32,8 +34,7 @@ from bridge.capture.rows import NumberRead
 from bridge.capture.scalar_guards import ScalarGuard
 from bridge.state import ModuleTensor
 
-__all__ = ["LITERAL", "SIZE_OPERATORS", "OperatorCall", "PreCallExpression", "ValueIndex", "certain", "constant"]
-__all__ += ["recomputed", "shown", "uncounted"]
+__all__ = ["FUNCTIONS", "PreCallExpression", "certain", "constant", "recomputed", "shown", "uncounted"]
 
 #: Bounds on the work that a call repeats before its compiled forward: operators, elements of all their results.
 MAX_OPERATIONS, MAX_ELEMENTS = 64, 1 << 20
@@ -41,34 +42,18 @@ MAX_LITERAL = 64
 _SHOWN = 40
 """Characters of a list of numbers that a reason quotes."""
 
-LITERAL = "literal"
-"""The operation that makes a constant: ``(elements, shape, type, device)``."""
-SIZE_OPERATORS = {f"operator.{each.__name__}": each for each in (operator.add, operator.mul, operator.floordiv)}
-"""Python's operators on sizes, by name; and ``operator.getitem``, on an operator's several results."""
-SIZE_OPERATORS |= {f"operator.{each.__name__}": each for each in (operator.sub, operator.mod, operator.getitem)}
+
+def literal(elements: tuple, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A constant tensor."""
+    return VF.tensor(elements, dtype=dtype, device=device).reshape(shape)
+
+
+_OF_SIZES = (operator.add, operator.mul, operator.floordiv, operator.sub, operator.mod)
+FUNCTIONS = {each.__name__: each for each in (*_OF_SIZES, operator.getitem, literal)}
+"""The functions of an expression's graph that are no operators of torch, by name: Python's on sizes and on several
+results, and constants."""
 
 _UNKNOWN = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-
-
-@dataclass(frozen=True)
-class ValueIndex:
-    """Index of a value of :class:`PreCallExpression`: its inputs in order, then the result of each operation."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class OperatorCall:
-    """An operator's call.
-
-    Attributes:
-        name: as in ``"aten.all.default"``, a key of :data:`SIZE_OPERATORS`, or :data:`LITERAL`.
-        args, kwargs: constants, :class:`ValueIndex` and tuples of them; pairs of keyword and value.
-    """
-
-    name: str
-    args: tuple
-    kwargs: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,7 +64,7 @@ class PreCallExpression:
         where: ``file:line: code`` of the read.
         numbers: the numbers that the sample read, flat.
         inputs: indices into module tensors and arguments.
-        operations: in order; the last result holds the numbers.
+        graph: computes the numbers from these inputs, in their order.
         sizes: for each number, the index of its counted dimension (:mod:`bridge.capture.counted_dims`), or ``None`` for
             a number that must be equal; empty if all must be equal.
     """
@@ -87,8 +72,16 @@ class PreCallExpression:
     where: str
     numbers: tuple[int, ...]
     inputs: tuple[int, ...]
-    operations: tuple[OperatorCall, ...]
+    graph: fx.Graph
     sizes: tuple[int | None, ...] = ()
+
+    @cached_property
+    def compute(self) -> Callable[..., torch.Tensor]:
+        """The graph as a function of the inputs."""
+        code = self.graph.python_code("self")
+        namespace = dict(code.globals)
+        exec(code.src, namespace)
+        return partial(namespace["forward"], None)
 
     @property
     def field(self) -> str:
@@ -142,8 +135,8 @@ def recomputed(
             known = given + sum(size is not None for each in found for size in each.sizes)
             if any(index >= known for index in inputs):  # it depends on a number that is read later
                 continue
-            operations = tuple(_operations(nodes, bound, literals, inputs))
-            found.append(PreCallExpression(reading.where, tuple(_flat(reading)), inputs, operations, sizes[place]))
+            graph = _graph(nodes, bound, literals, inputs)
+            found.append(PreCallExpression(reading.where, tuple(_flat(reading)), inputs, graph, sizes[place]))
         if nodes is not None:
             left[place] = None
             gone.update(each for each in nodes if each.op == "call_function")
@@ -152,7 +145,9 @@ def recomputed(
 
 def constant(node: fx.Node, bound: Mapping[str, int]) -> list[fx.Node] | None:
     """The nodes that compute a value without inputs and draws; ``None`` if it needs one."""
-    return _behind(node, lambda each: each.name not in bound and (each.op == "placeholder" or _name(each) is not None))
+    return _behind(
+        node, lambda each: each.name not in bound and (each.op == "placeholder" or _operator(each) is not None)
+    )
 
 
 def _behind(node: fx.Node, may_be: Callable[[fx.Node], bool]) -> list[fx.Node] | None:
@@ -184,52 +179,50 @@ def _repeatable(
             return not (index < len(tensors) and tensors[index].requires_grad)
         extents = (map(hint, made.shape) for made in tensor_leaves(each.meta.get("val")))
         calls, elements = calls + 1, elements + sum(math.prod(n or MAX_ELEMENTS for n in shape) for shape in extents)
-        is_known = each.op == "call_function" and _name(each) is not None
+        is_known = each.op == "call_function" and _operator(each) is not None
         return is_known and calls <= MAX_OPERATIONS and elements <= MAX_ELEMENTS
 
     return _behind(node, may_be)
 
 
-def _operations(
+def _graph(
     nodes: Sequence[fx.Node], bound: Mapping[str, int], literals: Mapping[str, torch.Tensor], inputs: Sequence[int]
-) -> list[OperatorCall]:
-    """Nodes as operations on inputs; the last operation makes the value of the last node."""
-    place_of: dict[fx.Node, ValueIndex] = {}
-    made: list[OperatorCall] = []
+) -> fx.Graph:
+    """Nodes of the captured graph → a graph of the inputs alone, which returns the value of the last node."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    given = [graph.placeholder(f"input_{place}") for place in inputs]
     for node in nodes:
         if node.op == "placeholder" and node.name in bound:
-            place_of[node] = ValueIndex(inputs.index(bound[node.name]))
-            continue
-        if node.target == STOP_GRADIENT:
-            place_of[node] = place_of[node.args[0]]
-            continue
-        if node.op == "placeholder":
-            made.append(_literal(literals[node.name]))
+            made[node] = given[inputs.index(bound[node.name])]
+        elif node.op == "placeholder":
+            value = literals[node.name]
+            elements = tuple(value.detach().reshape(-1).tolist())
+            made[node] = graph.call_function(literal, (elements, tuple(value.shape), value.dtype, value.device))
+        elif node.target == STOP_GRADIENT:
+            made[node] = made[node.args[0]]
         else:
-            layout = {"memory_format"} if node.target in _FILLED else ()
-            kwargs = _plain({name: each for name, each in node.kwargs.items() if name not in layout}, place_of)
-            made.append(OperatorCall(_name(node), _plain(node.args, place_of), kwargs))
-        place_of[node] = ValueIndex(len(inputs) + len(made) - 1)
-    if not made or place_of[nodes[-1]] != ValueIndex(len(inputs) + len(made) - 1):
-        made.append(OperatorCall("aten.alias.default", (place_of[nodes[-1]],)))
-    return made
+            kwargs = {name: each for name, each in node.kwargs.items() if node.target not in _FILLED or name != _LAYOUT}
+            args, kwargs = fx.map_arg((node.args, kwargs), made.__getitem__)
+            made[node] = graph.call_function(_operator(node), args, kwargs)
+    graph.output(made[nodes[-1]])
+    return graph
 
 
-def _name(node: fx.Node) -> str | None:
-    """The name of a node's operator if a call may run it before its forward, else ``None``."""
+def _operator(node: fx.Node) -> Callable[..., Any] | None:
+    """A node's operator if a call may run it before its forward, else ``None``."""
     target = _FILLED.get(node.target, node.target)
-    if target == STOP_GRADIENT:
-        return str(target)
-    if isinstance(target, OpOverload):
+    if isinstance(target, OpOverload) and target != STOP_GRADIENT:
         tags = set(_UNKNOWN) & set(target.tags)
         if target is aten.index.Tensor and not any(map(_is_mask, node.args[1])):
             tags.discard(torch.Tag.dynamic_output_shape)
         reads = schema(target).is_mutable or bool(tags)
         is_empty = "empty" in target.name()
-        return None if reads or is_empty or target.namespace != "aten" else str(target)
-    return next((name for name, each in SIZE_OPERATORS.items() if each is target), None)
+        return None if reads or is_empty or target.namespace != "aten" else target
+    return target if target == STOP_GRADIENT or target in FUNCTIONS.values() else None
 
 
+_LAYOUT = "memory_format"
 _FILLED: Mapping[Any, OpOverload] = {
     aten.empty.memory_format: aten.zeros.default,
     aten.empty_like.default: aten.zeros_like.default,
@@ -240,22 +233,6 @@ _FILLED: Mapping[Any, OpOverload] = {
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
-
-
-def _literal(tensor: torch.Tensor) -> OperatorCall:
-    elements = tuple(tensor.detach().reshape(-1).tolist())
-    return OperatorCall(LITERAL, (elements, tuple(tensor.shape), tensor.dtype, tensor.device))
-
-
-def _plain(value: Any, place_of: Mapping[fx.Node, ValueIndex]) -> Any:
-    """Arguments of a node with :class:`ValueIndex` for nodes and tuples for lists; keywords as pairs."""
-    if isinstance(value, fx.Node):
-        return place_of[value]
-    if isinstance(value, list | tuple):
-        return tuple(_plain(each, place_of) for each in value)
-    if isinstance(value, dict):
-        return tuple((name, _plain(each, place_of)) for name, each in value.items())
-    return value
 
 
 def _flat(reading: ScalarGuard) -> list:
@@ -355,7 +332,7 @@ def varies(node: fx.Node | None, drawing: Collection[str], literals: Mapping[str
     def may_be(each: fx.Node) -> bool:
         if each.op == "placeholder":
             return each.name in literals
-        return each.name in drawing or each.target is aten.empty.memory_format or _name(each) is not None
+        return each.name in drawing or each.target is aten.empty.memory_format or _operator(each) is not None
 
     nodes = (None if node is None else _behind(node, may_be)) or []
     calls = [each for each in nodes if each.op != "placeholder"]

@@ -12,31 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from bridge.base.devices import HOST
 from bridge.base.errors import RUN, GuardFailure, is_final
-from bridge.base.torch_internals import VF, overload_named
-from bridge.capture import (
-    LITERAL,
-    SIZE_OPERATORS,
-    Draw,
-    OperatorCall,
-    Output,
-    PreCallExpression,
-    ValueIndex,
-    shown,
-    sized,
-)
+from bridge.capture import Draw, Output, PreCallExpression, shown, sized
 from bridge.compile import Backend, DrawnMask
 from bridge.lowering import LoweredCall
 from bridge.rng import alignment_of, checked_gpu, recomputed_mask
 
 __all__ = ["Observed", "RecomputedMasks", "alignments", "numbers_read"]
 
-Compute = Callable[[list[Any]], Any]
 Read = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
@@ -45,7 +32,7 @@ def numbers_read(read: Sequence[PreCallExpression], device: torch.device) -> Rea
 
     The function raises :class:`GuardFailure` for a number, not a size, that differs from the compiled one.
     """
-    functions = [(each, _function(each)) for each in read]
+    _ = [each.compute for each in read]  # made now
     is_host, counts = device.type == HOST.type, any(each.sizes for each in read)
 
     def check(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -53,8 +40,8 @@ def numbers_read(read: Sequence[PreCallExpression], device: torch.device) -> Rea
             raise GuardFailure(RUN, read[0].field, "cannot be read while the stream is being captured")
         found = list(inputs) if counts else inputs
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            for each, compute in functions:
-                now = _computed(each, compute, found)
+            for each in read:
+                now = _computed(each, found)
                 if now != each.numbers and not _fits(each, now):
                     raise GuardFailure(RUN, each.field, f"{each.words}, called with {shown(now)}")
                 found += [sized(n, device) for n, size in zip(now, each.sizes, strict=False) if size is not None]
@@ -71,43 +58,15 @@ def _fits(each: PreCallExpression, now: tuple[int, ...]) -> bool:
     return all(number == then if size is None else number >= 0 for number, then, size in pairs)
 
 
-def _computed(each: PreCallExpression, compute: Compute, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def _computed(each: PreCallExpression, inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """The current numbers. If an operator raises, eager raises as well."""
     try:
-        return tuple(compute([inputs[index] for index in each.inputs]).reshape(-1).tolist())
+        return tuple(each.compute(*[inputs[index] for index in each.inputs]).reshape(-1).tolist())
     except Exception as error:
         if is_final(error):
             raise
         failure = GuardFailure(RUN, f"error in the {each.field}", f"{type(error).__name__}: {error}")
         raise failure from error
-
-
-def _function(read: PreCallExpression) -> Compute:
-    """The operations, one after the other: values of the inputs → the last result."""
-    calls = [(_operator(each), each.args, each.kwargs) for each in read.operations]
-
-    def compute(values: list[Any]) -> Any:
-        for operator, args, kwargs in calls:
-            values.append(operator(*_given(args, values), **{name: _given(each, values) for name, each in kwargs}))
-        return values[-1]
-
-    return compute
-
-
-def _given(arg: Any, values: list[Any]) -> Any:
-    if type(arg) is ValueIndex:
-        return values[arg.index]
-    return [_given(each, values) for each in arg] if type(arg) is tuple else arg
-
-
-def _operator(operation: OperatorCall) -> Callable[..., Any]:
-    if operation.name == LITERAL:
-        elements, shape, dtype, device = operation.args
-        made = VF.tensor(elements, dtype=dtype, device=device).reshape(shape)
-        return lambda *_: made
-    if operation.name in SIZE_OPERATORS:
-        return SIZE_OPERATORS[operation.name]
-    return overload_named(operation.name)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ not in the cache.
 
 from __future__ import annotations
 
-import operator
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -36,6 +35,7 @@ from bridge.base.devices import working_for
 from bridge.base.torch_fakes import fake_mode
 from bridge.base.torch_internals import OpOverload, overload_named, pytree
 from bridge.capture import (
+    FUNCTIONS,
     OWN,
     PART_OF,
     PATH,
@@ -44,11 +44,9 @@ from bridge.capture import (
     CapturedNames,
     Draw,
     Observation,
-    OperatorCall,
     Parameter,
     PreCallExpression,
     StepMasks,
-    ValueIndex,
 )
 from bridge.compile import canonical_text, functions_of
 from bridge.lowering.lowered import LoweredCall
@@ -56,7 +54,7 @@ from bridge.lowering.stage import Stage
 from bridge.reference import run_graph
 from partition import Cost, Partitioned, Plan, Saved
 
-_GETITEM = "getitem"
+_NAMES = {each: name for name, each in FUNCTIONS.items()}
 
 
 def record_of(graph: fx.Graph) -> str:
@@ -76,7 +74,7 @@ def graph_of(record: str | bytes) -> fx.Graph:
     graph, nodes, mode = fx.Graph(), {}, fake_mode()
     for op, name, target, args, kwargs, meta in from_text(record, {"Node": _Later}):
         given = pytree.tree_map_only(_Later, lambda each: nodes[each.name], (args, kwargs))
-        called = operator.getitem if op == "call_function" and target == _GETITEM else target
+        called = FUNCTIONS[target] if op == "call_function" and isinstance(target, str) else target
         node = graph.create_node(op, called, *given, name=name)
         node.name = name  # torch.export uses names that a new node does not get, such as "input"
         nodes[name] = node
@@ -116,8 +114,8 @@ def _target(node: fx.Node) -> Any:
         return str(node.target)
     if node.op == "call_function" and isinstance(node.target, OpOverload):
         return node.target
-    if node.op == "call_function" and node.target is operator.getitem:
-        return _GETITEM
+    if node.op == "call_function" and node.target in _NAMES:
+        return _NAMES[node.target]
     raise NoFormError(f"{node.op} of {node.target}")
 
 
@@ -129,7 +127,8 @@ def _meta(node: fx.Node) -> dict[str, Any]:
     return found
 
 
-written(Cost, OperatorCall, Plan, PreCallExpression, Saved, StepMasks, ValueIndex, _Layout)
+written(Cost, Plan, PreCallExpression, Saved, StepMasks, _Layout)
+written_as(fx.Graph, "Graph", ("record",), lambda graph: (record_of(graph),), lambda record: graph_of(record))
 written_as(fx.Node, "Node", ("name",), lambda node: (node.name,))
 written_as(OpOverload, "OpOverload", ("name",), lambda op: (str(op),), overload_named)
 written_like(immutable_list, list)
