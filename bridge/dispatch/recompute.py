@@ -22,8 +22,6 @@ from bridge.compile import Backend, DrawnMask
 from bridge.lowering import LoweredCall
 from bridge.rng import alignment_of, checked_gpu, recomputed_mask
 
-__all__ = ["Observed", "RecomputedMasks", "alignments", "numbers_read"]
-
 Read = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 

@@ -78,7 +78,7 @@ class DataFlow:
             found, waiting, seen = set(), [source], {source}
             while waiting:
                 each = waiting.pop()
-                if type(each) is tuple and each and each[0] in ("result", "called"):
+                if type(each) is tuple and each and each[0] == "result":
                     found.update(each[1:])
                     continue
                 inner = self.variables.get(each[1], ()) if type(each) is tuple and each[:1] == ("var",) else each
@@ -180,7 +180,7 @@ def held_in(value: frozenset) -> frozenset:
 PLAIN_SOURCES = ("const", "global", "attr", "arg", "cell", "item", "op", "text", "var")
 _COMPUTES = ("const", "global", "attr", "arg", "cell", "op", "text", "var", "local")
 _SHOWN = (*_COMPUTES, "result")
-RESULTS = ("result", "called", "each", "held")
+RESULTS = ("result", "each", "held")
 PUTS = frozenset("append appendleft add insert extend update setdefault put __setitem__".split())
 
 
@@ -255,7 +255,7 @@ class Lookups:
             if source[0] == "null":
                 continue
             for which in key or NULL:
-                known = which[0] in ("const", "arg", "global", "attr", "cell", "item", "result", "called", "var")
+                known = which[0] in ("const", "arg", "global", "attr", "cell", "item", "result", "var")
                 made = ("item", source, which) if known else ("each", source)
                 self.flow.reads[made] = None
                 found.add(made)

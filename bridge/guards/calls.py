@@ -135,7 +135,7 @@ class CallAnalysis(Sources):
         if of == ("builtins", "print"):
             self.says.setdefault(f"prints at {where}")
         if of == ("sys", "_getframe"):
-            self._result(known.calls.called, place, FrameOf.of(known.frame), known)
+            self._result(known, place, FrameOf.of(known.frame))
         elif module == "_warnings" and name in ("warn", "warn_explicit"):
             self.says.setdefault(f"warns at {where}")
             self.ask(RAISING_WARNINGS[0], (), {}, RAISING_WARNINGS[1])
@@ -152,10 +152,10 @@ class CallAnalysis(Sources):
                 self._identity(known, source, name != "id")
         elif name == "globals":
             self.know(known.globals, Place("global", known.globals.get("__name__", "")))
-            self._result(known.calls.called, place, known.globals, known)
+            self._result(known, place, known.globals)
         elif name == "__import__" and args:
             for each in args[0]:
-                self._result(known.calls.called, place, self.name(sys.modules, each, Place("module", each)), known)
+                self._result(known, place, self.name(sys.modules, each, Place("module", each)))
         elif name in USES["finds"] and module == "_operator" and len(args) > 1:
             self._entries(known, place, args[0], args[1])
         elif module == "builtins" and args:
@@ -174,13 +174,13 @@ class CallAnalysis(Sources):
         """Notes an argument and its contents as possible results of a function in C."""
         for each in (value, *self.inside(value, deep)):
             if type(each) not in PLAIN and not is_a(each, torch.Tensor | Instance):
-                self._result(known.calls.called, place, each, known)
+                self._result(known, place, each)
 
     def _entries(self, known: Frame, place: int, owners: Iterable[Any], keys: Sequence[Any]) -> None:
         for owner in owners:
             found = [value for key in keys for value in self.entry(owner, key)]
             for value in found if keys else self._each(known, owner):
-                self._result(known.calls.called, place, value, known)
+                self._result(known, place, value)
 
     def _moves(self, frame: Frame, value: Any) -> None:
         """Notes that an iterator advances; iterators in globals of torch's and Python's own files do not count."""
@@ -206,14 +206,14 @@ class CallAnalysis(Sources):
             self.refuse(f"untyped_storage().{name}()", where, *reason)
         if name == "__new__" and args:
             for made in [each for each in args[0] if is_a(each, type)]:
-                self._result(known.calls.called, place, Instance(made), known)
+                self._result(known, place, Instance(made))
         if is_a(owner, weakref.ref) and name == "__call__":
             self._reference(known, place, owner)
         elif name in ("__getattribute__", "__getattr__") and args:
             if not args[0]:
                 self.all(owner)
             for value in [each for word in args[0] for each in self.attribute(owner, word)]:
-                self._result(known.calls.called, place, value, known)
+                self._result(known, place, value)
         elif self.knows(owner):
             for each in (each for arg in args if is_a(owner, CONTAINERS) for each in arg):
                 self.identity_of_passed(each, where)
@@ -249,9 +249,9 @@ class CallAnalysis(Sources):
         for each in [each for arg in args for each in arg] if foreign else ():
             self.deep(each)
         for each in self.inside(owner, 2):
-            if len(known.calls.called.get(place, ())) >= MOST_RESULTS:
+            if len(known.calls.results.get(place, ())) >= MOST_RESULTS:
                 break
-            self._result(known.calls.called, place, each, known)
+            self._result(known, place, each)
 
     def ask_method(self, owner: Any, name: str, *args: Any) -> None:
         """Notes a method in C that returns hidden state."""
@@ -265,7 +265,7 @@ class CallAnalysis(Sources):
         if found is not None:
             if self.knows(reference):
                 self.know(found, self.place(reference))
-            self._result(known.calls.results, place, found, known)
+            self._result(known, place, found)
 
     def _builtin(self, known: Frame, place: int, name: str, given: Any) -> None:
         """Notes the reads of a builtin that looks up names, attributes, classes or iterators."""
@@ -280,17 +280,17 @@ class CallAnalysis(Sources):
                     self.may_be_written()
                 for each in names:
                     for value in self.attribute(owner, each):
-                        self._result(known.calls.called, place, value, known)
+                        self._result(known, place, value)
                 for value in () if names else self.any_attribute(owner):
-                    self._result(known.calls.called, place, value, known)
+                    self._result(known, place, value)
             for each in interesting(args[2][0]) if len(args) > 2 and args[2] else ():
-                self._result(known.calls.called, place, each, known)
+                self._result(known, place, each)
         elif name in ("vars", "dir"):
             for owner in owners:
                 if name == "dir":
                     self.all(owner)
                 for held in self.attribute(owner, "__dict__"):
-                    self._result(known.calls.called, place, held, known)
+                    self._result(known, place, held)
         elif name in USES["takes"]:
             for each in owners:
                 self._moves(known, each)
@@ -347,7 +347,7 @@ class CallAnalysis(Sources):
             return
         if type(found) not in PLAIN:
             self.know(found, Place("", words))
-            self._result(known.calls.called, place, found, known)
+            self._result(known, place, found)
 
     def _called(
         self, frame: Frame, place: int, value: Any, call: CallSite, source: Source, known: tuple | None = None
@@ -378,14 +378,14 @@ class CallAnalysis(Sources):
                 kinds = [each for each in pair[0] if is_a(each, type) and not is_a(owner, Instance)]
                 for each in kinds:
                     if issubclass(type(owner), each) or (is_a(owner, type) and issubclass(owner, each)):
-                        self._result(frame.calls.results, place, super(each, owner), frame)
+                        self._result(frame, place, super(each, owner))
         elif value is type and call.args is not None and len(call.args) == 1:
             for owner in given()[0][0]:
                 one = owner.kind if is_a(owner, Instance) else type(owner)
                 self.know(one, Place("class", one.__name__))
                 if not is_a(owner, Instance):
                     self._class(owner)
-                self._result(frame.calls.results, place, one, frame)
+                self._result(frame, place, one)
         elif is_a(value, type):
             self._made(frame, place, value, given()[0], call.args is not None)
         elif kind is types.MethodWrapperType or (kind is types.MethodType and type(value.__func__).__name__ in _IN_C):
@@ -413,7 +413,7 @@ class CallAnalysis(Sources):
             if call.args is not None and all(len(each) == 1 for each in (*args, *words.values())):
                 named = {name: each[0] for name, each in words.items()}
                 for each in interesting(self.kept(value, tuple(each[0] for each in args), named).read()):
-                    self._result(frame.calls.results, place, each, frame)
+                    self._result(frame, place, each)
 
     def _made(self, frame: Frame, place: int, kind: type, args: Given, one_by_one: bool) -> None:
         """Notes the call of a class: its constructors, and the arguments that the new object may hold."""
@@ -421,7 +421,7 @@ class CallAnalysis(Sources):
             for name in ("__new__", "__init__"):
                 self.class_name(kind, name)
             self.special_methods(kind)
-            self._result(frame.calls.results, place, Instance(kind), frame)
+            self._result(frame, place, Instance(kind))
         if is_changeable(type(kind)):
             self.class_name(type(kind), "__call__")
         if kind is str or _hand_on_showing(args):
@@ -434,7 +434,7 @@ class CallAnalysis(Sources):
                 made = kind(*(each[0] for each in args))
             except TypeError:  # forward is about to raise it, or passes another argument than the known one
                 return
-            self._result(frame.calls.results, place, made, frame)
+            self._result(frame, place, made)
         elif not is_changeable(kind) and kind not in PLAIN:
             for value in (value for arg in args for value in arg if type(value) not in PLAIN):
                 self._handed_on(frame, place, value, 1)
@@ -462,7 +462,7 @@ class CallAnalysis(Sources):
                     for name in path.split("."):
                         found = [value for each in found for value in self.attribute(each, name)]
                     for value in found:
-                        self._result(frame.calls.results, place, value, frame)
+                        self._result(frame, place, value)
             else:
                 self.attribute(owner, names[0])
                 self._method(frame, place, owner, None, names[0], frame.where, ([[each] for each in names[1:]], {}))
@@ -477,14 +477,15 @@ class CallAnalysis(Sources):
         if callable(function) and all(type(each) in PLAIN for each in given):
             self.ask(function, tuple(given), {}, f"{code.co_name}({', '.join(map(repr, given))})")
 
-    def _result(self, results: dict[int, dict[Any, Any]], place: int, value: Any, outer: Frame) -> None:
+    def _result(self, frame: Frame, place: int, value: Any) -> None:
+        """Notes a possible result of a call."""
         value = FrameOf.of(value) if is_a(value, FrameType) else value
-        kept, known = self._kept(value), results.setdefault(place, {})
+        kept, known = self._kept(value), frame.calls.results.setdefault(place, {})
         if (key := identity_of(kept)) in known:
             return
         if len(known) < MOST_RESULTS:
             known[key] = kept
-            outer.calls.fresh.add(place)
+            frame.calls.fresh.add(place)
         else:
             (self.all if is_a(kept, nn.Module) else self.deep)(kept)
 

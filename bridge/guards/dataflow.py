@@ -93,7 +93,7 @@ class _Interpreter(Lookups):
         self.flow.offsets = [each.offset for each in self.instructions]
         keys = [source[2] for source in self.flow.reads if source[0] == "item"]
         self.flow.by_results = bool(self.flow.relations) or any(
-            key[0] in ("result", "called", "var") and self.flow.places(key) for key in keys
+            key[0] in ("result", "var") and self.flow.places(key) for key in keys
         )
         return self.flow
 
@@ -115,7 +115,7 @@ class _Interpreter(Lookups):
         roots = {source: root_of(source) for source in value}
         if any(source[0] in PLAIN_SOURCES and root[0] not in RESULTS for source, root in roots.items()):
             return value
-        calls = {root[1] for root in roots.values() if root[0] in ("result", "called") and root[1] in self.flow.calls}
+        calls = {root[1] for root in roots.values() if root[0] == "result" and root[1] in self.flow.calls}
         others = not calls or any(root[0] in ("each", "held") for root in roots.values())
         return value | {("computed", place) for place in calls} | ({("made",)} if others else NOTHING)
 
@@ -312,7 +312,7 @@ class _Interpreter(Lookups):
             for source in container:
                 for which in key:
                     if which[0] == "const" and source[0] != "null":
-                        self.flow.reads["in", source, which] = None
+                        self.flow.reads["item", source, which] = None
                     else:
                         self._whole(frozenset((source,)), compared=True)
             self._whole(key, compared=True)
@@ -419,7 +419,7 @@ class _Interpreter(Lookups):
             self.flow.calls[each.offset] = CallSite(function, None, (), spread)
             for source in spread:
                 self.flow.wholes.setdefault(("passed", source, each.offset), False)
-            stack.append(frozenset((("result", each.offset), ("called", each.offset))))
+            stack.append(result_of(each))
         elif name in ("BEFORE_WITH", "SETUP_WITH", "BEFORE_ASYNC_WITH"):
             manager = pop()
             self._whole(manager)  # a lock, before it is acquired
@@ -474,7 +474,7 @@ class _Interpreter(Lookups):
                 if source[0] not in (*NO_PLACES, "made"):
                     self.flow.wholes.setdefault(("passed", source, each.offset), False)
         text = text_of(args[0], *function) if function == {("global", "str")} and len(args) == 1 else NOTHING
-        stack.append(text | {("result", each.offset), ("called", each.offset)})
+        stack.append(text | result_of(each))
 
     def _other(self, each: Any, name: str, argument: Any, stack: list[frozenset], pop: Any) -> bool:
         """An instruction without a rule: notes all its operands as looked at; its results have no known source."""

@@ -314,11 +314,11 @@ class Reads(CallAnalysis):
         elif type(value) not in PLAIN:
             if not self.knows(value):
                 self.strangers.note(value)
-            self._result(outer.calls.results, place, value, outer)
+            self._result(outer, place, value)
             ahead = parts_of(value) if is_iterator(value) and not is_a(value, GeneratorType) else ()
             for each in ahead:  # an exhausted iterator leads to none of its objects
                 if type(each) not in PLAIN:
-                    self._result(outer.calls.results, place, each, outer)
+                    self._result(outer, place, each)
 
     # Sources
 
@@ -357,7 +357,7 @@ class Reads(CallAnalysis):
             None,
         ]
         given = [*frame.args.values(), *frame.cells.values()]
-        for results in (frame.calls.results, frame.calls.plain, frame.calls.called):
+        for results in (frame.calls.results, frame.calls.plain):
             told += results
             held = (values if results is frame.calls.plain else values.values() for values in results.values())
             given += [each for values in held for each in (*values, None)]

@@ -67,8 +67,8 @@ class Calls:
     """The calls of a running function, by their offsets in its code.
 
     Attributes:
-        results, plain: results of Python functions: objects, and plain values.
-        called: possible results of functions in C.
+        results: objects that a call may give: the results of Python functions, possible results of functions in C.
+        plain: plain results of Python functions.
         python, heard: offsets of calls of Python functions, and of functions in C that the profiler reported.
         fresh: offsets of calls whose results have not been followed yet.
     """
@@ -76,7 +76,6 @@ class Calls:
     def __init__(self) -> None:
         self.results: dict[int, dict[Any, Any]] = {}
         self.plain: dict[int, list[Any]] = {}
-        self.called: dict[int, dict[Any, Any]] = {}
         self.python, self.heard, self.fresh = set[int](), set[int](), set[int]()
 
 
@@ -205,32 +204,30 @@ class Sources(Insides):
             return [*found, *(Instance(each) for each in caught if is_changeable(each))]
         if kind == "import":
             return self._import(frame, *source[1:])
-        if kind in ("result", "called"):
-            return [*(frame.calls.results if kind == "result" else frame.calls.called).get(of, {}).values()]
+        if kind == "result":
+            return [*frame.calls.results.get(of, {}).values()]
         if kind == "var":
             held = frame.variables.shown[of]
             return [*held.values.values(), *(held.inside[key] for key in held.inside if key not in held.values)]
         if kind == "receiver":
             owners = [each[1] for each in self._expanded(frame, [of]) if each[0] == "attr"]
             return [value for owner in owners for value in self._values(frame, owner)]
-        if kind == "held" or (kind in ("each", "item", "in") and of[0] == "held"):
+        if kind == "held" or (kind in ("each", "item") and of[0] == "held"):
             return self._values(frame, of)
         if kind == "super":
             first = next(iter(frame.args.values()), None)
             one = frame.cells.get("__class__")
             found = is_a(one, type) and (is_a(first, one) or (is_a(first, type) and issubclass(first, one)))
             return self.attribute(super(one, first), of) if found else []
-        if kind in ("each", "item", "in"):
+        if kind in ("each", "item"):
             owners, made = self._values(frame, of), []
             if of[0] == "var":
                 owners, made = ([*held.values()] for held in frame.variables.shown[of[1]])
             elif self._may_hold(frame, of):
                 made = owners
             keys = [] if kind == "each" else self._keys(frame, source[2])
-            if not keys and kind != "each" and (not frame.over or self._unheard(frame, source[2])):
-                return []  # the key is not there yet, or is a result of a function that has not returned
-            if not keys and kind != "each" and _is_without_call(frame, source[2]):
-                return []
+            if not keys and kind != "each" and (not frame.over or _is_without_call(frame, source[2])):
+                return []  # the key is not there yet, or another source gives it
             if not keys:
                 return [*made, *(value for owner in owners for value in self._each(frame, owner))]
             return [*made, *(value for owner in owners for key in keys for value in self.entry(owner, key))]
@@ -249,11 +246,11 @@ class Sources(Insides):
 
     def _may_hold(self, frame: Frame, source: Source) -> bool:
         """Whether a source's known values are its possible contents at any depth: a call's result or a part of it."""
-        while source[0] in ("item", "each", "in"):
+        while source[0] in ("item", "each"):
             source = source[1]
         if source[0] == "var":
             return bool(frame.variables.shown[source[1]].inside)
-        return source[0] in ("result", "called", "held")
+        return source[0] in ("result", "held")
 
     def _assigned(self, frame: Frame, flow: DataFlow) -> None:
         """Follows assignments to a fixpoint: each pass follows the new values, the last one all values."""
@@ -343,19 +340,8 @@ class Sources(Insides):
         if self.passed:
             for value in self._given(frame, sources):
                 self.identity_of_passed(value, frame.where)
-        heard = [
-            each for each in sources if each[0] != "called" and (each[0] != "result" or each[1] in frame.calls.python)
-        ]
-        return self._constants(frame, heard)
-
-    def _unheard(self, frame: Frame, source: Source) -> bool:
-        """Whether a key comes from a call of the other kind: a call has separate sources for Python and C functions."""
-        kinds = self._expanded(frame, [source])
-        return any(
-            (each[0] == "called" and each[1] in frame.calls.python)
-            or (each[0] == "result" and each[1] in frame.calls.heard)
-            for each in kinds
-        )
+        python = frame.calls.python
+        return self._constants(frame, [each for each in sources if each[0] != "result" or each[1] in python])
 
     def _match_args(self, owner: Any) -> Iterable[str]:
         """The attributes that a pattern of an object's classes may read by position."""
