@@ -126,11 +126,11 @@ def to_parts(value: Any) -> dict[str, bytes]:
     return {_VALUE: text.encode()} | ({_NUMBERS: bytes(numbers)} if numbers else {})
 
 
-def from_parts(parts: Mapping[str, bytes], given: Given | None = None) -> Any:
+def from_parts(parts: Mapping[str, bytes]) -> Any:
     """The value of parts from :func:`to_parts`; further parts are ignored. ``ValueError``: there is no value."""
     if _VALUE not in parts:
         raise ValueError(f"wanted the part {_VALUE!r}, got {', '.join(parts)}")
-    return _value(json.loads(parts[_VALUE]), given or {}, parts.get(_NUMBERS, b""))
+    return _value(json.loads(parts[_VALUE]), {}, parts.get(_NUMBERS, b""))
 
 
 _PLAIN = frozenset([type(None), bool, int, str])

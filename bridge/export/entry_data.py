@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from bridge.artifact import NoFormError, to_text, written, written_as, written_like
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.modes import autocast_setting, autocast_to, modes_put_back
 from bridge.base.pytrees import Again, ObjectNode, Repeated, WithWholes
-from bridge.base.torch_cuda import SETTINGS, meaning_the_same
+from bridge.base.torch_cuda import SETTINGS, meaning_the_same, settle_attention_order
 from bridge.base.torch_internals import pytree
 from bridge.capture import (
     Captured,
@@ -320,13 +319,12 @@ def saved_call(
 
 
 def _settings(device: torch.device) -> dict[str, str]:
-    """Torch's CUDA settings as texts, empty on a CPU. It calls attention once, since the first call changes the order
-    of torch's attention kernels."""
-    if device.type == "cuda":
-        heads = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device=device)
-        with torch.no_grad():
-            scaled_dot_product_attention(heads, heads, heads)
-    return {name: str(read()) for name, read in SETTINGS.items()} if device.type == "cuda" else {}
+    """Torch's CUDA settings as texts, empty on a CPU."""
+    if device.type != "cuda":
+        return {}
+    torch.cuda.init()
+    settle_attention_order(device)
+    return {name: str(read()) for name, read in SETTINGS.items()}
 
 
 def refuse_other_settings(data: dict[str, Any], device: torch.device) -> None:

@@ -30,7 +30,7 @@ from bridge.guards.objects import (
     interesting,
     is_changeable,
 )
-from bridge.guards.watched import Missing, Place
+from bridge.guards.watched import Answer, Place
 
 __all__ = ["Frame", "Sources"]
 
@@ -362,7 +362,7 @@ class Sources(Insides):
         full = full if several or level else full.partition(".")[0]
         value = self.name(sys.modules, full, Place("module", full))
         if value is ABSENT and answer_of(find_spec, (full,), {}) is None:
-            self.items.setdefault(("missing", full), Missing(full, Place("module", full)))
+            self.items.setdefault(("missing", full), Answer(find_spec, (full,), {}, Place("module", full)))
         return interesting(value)
 
 

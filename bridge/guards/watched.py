@@ -6,8 +6,6 @@ The same objects serve a run (its changes) and a guard (whether a call reads the
 from __future__ import annotations
 
 import gc
-import os
-import sys
 import threading
 import types
 import weakref
@@ -15,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain, islice
 from operator import is_
 from types import CellType, FunctionType
@@ -30,7 +27,7 @@ from bridge.guards.objects import ABSENT, class_entry, dict_of, is_changeable
 from bridge.state import kept, same
 
 __all__ = ["ABSENT", "MANY", "Answer", "CachedResult", "Class", "ClassName", "ClosureCell", "Code", "Contents"]
-__all__ += ["Missing", "Name", "Place", "Slot", "Watched", "alike", "class_entry", "contents_at", "entry_of"]
+__all__ += ["Name", "Place", "Slot", "Watched", "alike", "class_entry", "contents_at", "entry_of"]
 __all__ += ["slot_of", "slots_in", "table_of"]
 
 _LOCAL = threading.local
@@ -310,27 +307,6 @@ def _nested(value: Any) -> Any:
         return [tuple, *map(_nested, value)]
     held = contents_of(value) if type(value) in CONTAINERS else None
     return value if held is None else [type(value), *map(_nested, held(value))]
-
-
-class Missing(Watched):
-    """A module that ``import`` does not find: searched again when a folder has changed."""
-
-    def __init__(self, name: str, place: Place):
-        self.name, self.place = name, place
-        self._folders, self._found = None, None
-
-    def read(self, run: bool = False) -> Any:
-        folders = list(map(_changed, sys.path)), list(sys.meta_path)
-        if folders != self._folders:
-            self._folders, self._found = folders, answer_of(find_spec, (self.name,), {})
-        return self._found
-
-
-def _changed(folder: str) -> Any:
-    try:
-        return folder, os.stat(folder or ".").st_mtime_ns
-    except OSError:
-        return folder
 
 
 class CachedResult(Watched):

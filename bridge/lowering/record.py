@@ -72,7 +72,7 @@ def graph_of(record: str | bytes) -> fx.Graph:
     ``ValueError`` if this torch lacks one of its operators.
     """
     graph, nodes, mode = fx.Graph(), {}, fake_mode()
-    for op, name, target, args, kwargs, meta in from_text(record, {"Node": _Later}):
+    for op, name, target, args, kwargs, meta in from_text(record):
         given = pytree.tree_map_only(_Later, lambda each: nodes[each.name], (args, kwargs))
         called = FUNCTIONS[target] if op == "call_function" and isinstance(target, str) else target
         node = graph.create_node(op, called, *given, name=name)
@@ -129,7 +129,7 @@ def _meta(node: fx.Node) -> dict[str, Any]:
 
 written(Cost, Plan, PreCallExpression, Saved, StepMasks, _Layout)
 written_as(fx.Graph, "Graph", ("record",), lambda graph: (record_of(graph),), lambda record: graph_of(record))
-written_as(fx.Node, "Node", ("name",), lambda node: (node.name,))
+written_as(fx.Node, "Node", ("name",), lambda node: (node.name,), _Later)
 written_as(OpOverload, "OpOverload", ("name",), lambda op: (str(op),), overload_named)
 written_like(immutable_list, list)
 written_like(immutable_dict, dict)
