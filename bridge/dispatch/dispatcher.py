@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -105,25 +106,6 @@ LONG_COMPILATION = 10
 MISSES_BEFORE_WARNING = 3
 
 
-class _Noted:
-    """One-time messages and attempts of a dispatcher, and its latest misses in a row."""
-
-    def __init__(self) -> None:
-        self._once: set[Any] = set()
-        self._cause, self._count = "", 0
-
-    def first(self, what: Any) -> bool:
-        """Whether this is the first call with that key."""
-        is_first = what not in self._once
-        self._once.add(what)
-        return is_first
-
-    def misses(self, cause: str) -> int:
-        """Records a miss for a cause → the number of consecutive misses for it."""
-        self._cause, self._count = cause, self._count + 1 if cause == self._cause else 1
-        return self._count
-
-
 @dataclass(frozen=True)
 class DispatchOptions:
     """The checked options of :func:`bridge.dispatch.api.add_tvm_dispatch`.
@@ -167,8 +149,13 @@ class Dispatcher:
         self.stats = DispatchStats(self.entries, self.graphs, lambda: self._compiles)
         self.budget = CompileBudget()
         self._automatic_dynamic = AutomaticDynamicShapes(self.entries, self._added, self._options)
-        self._noted = _Noted()
+        self._said, self._misses = Counter[Any](), ("", 0)
         self._adding = renewed_in_children(threading.RLock())
+
+    def _first(self, what: Any) -> bool:
+        """Whether this is the first message or attempt with that key."""
+        self._said[what] += 1
+        return self._said[what] == 1
 
     def take(self, options: DispatchOptions) -> None:
         """Replaces the options."""
@@ -277,8 +264,10 @@ class Dispatcher:
 
     def _note_no_hit(self, name: str, found: GuardFailure) -> None:
         """Warns once if there never was a hit and the latest misses all have the same cause."""
-        field, count = found.field, self._noted.misses(found.field)
-        if count == MISSES_BEFORE_WARNING and self.entries.all and self._noted.first(field):
+        field, (cause, count) = found.field, self._misses
+        count = 1 + count * (field == cause)
+        self._misses = field, count
+        if count == MISSES_BEFORE_WARNING and self.entries.all and self._first(field):
             words = "%s: no call has been served by TVM yet, the last %d ran eager. What differs: %s. What helps: %s."
             log.warning(words, name, count, found.reason, advice(found, compiles=False))
 
@@ -291,7 +280,7 @@ class Dispatcher:
             return False
         if self.budget.allows(failure.field, self.entries.all):
             return True
-        if self._noted.first((failure.field, "budget")):
+        if self._first((failure.field, "budget")):
             words = (
                 "%s runs eager from now on where a call differs from all that were compiled in this: %s. It has been "
             )
@@ -339,14 +328,14 @@ class Dispatcher:
                     return self._divided(call, failure, error)
                 if self.options.on_miss == "error":
                     raise
-                if isinstance(error, CacheNotFilled) and self._noted.first((failure.reason, "filled")):
+                if isinstance(error, CacheNotFilled) and self._first((failure.reason, "filled")):
                     # this eager call fills the cache; a second refusal is final
                     self.budget.note_wasted(failure.field)
                 else:
                     self._leave_to_eager(call.name, failure, error)
                 return None
             except GuardFailure as still:
-                if entry.guard.is_later and self._noted.first((failure.reason, "filled")):
+                if entry.guard.is_later and self._first((failure.reason, "filled")):
                     return None
                 self.entries.drop(entry)  # it was added, but does not serve the call that it was made for
                 self._leave_to_eager(call.name, still, "it would never be dispatched")
@@ -357,7 +346,7 @@ class Dispatcher:
                 elif not is_refused_by_eager(error):
                     raise
                 return None  # the eager call raises eager's error, with eager's side effects
-            if entry.compile_seconds >= LONG_COMPILATION and self._noted.first("seconds"):
+            if entry.compile_seconds >= LONG_COMPILATION and self._first("seconds"):
                 log.warning("%s: a call took %.0f s to compile: %s", call.name, entry.compile_seconds, failure.reason)
             self.learns = False
             self.budget.note_compiled(failure.field, entry)
@@ -401,7 +390,7 @@ class Dispatcher:
         oldest = min(entries[:-1], key=lambda entry: entry.last_used)
         self.entries.drop(oldest)
         self.budget.note_left(oldest)
-        if self._noted.first((failure.field, "entries")):
+        if self._first((failure.field, "entries")):
             words = "%s has %d entries, the most there are; the least recently used one leaves for each new one. %s"
             why = f"What keeps differing: {failure.reason}. Pad or bucket the calls, or leave the rare ones to eager"
             log.warning(words, name, most, f"{why} with on_miss='eager'.")
@@ -444,9 +433,9 @@ class Dispatcher:
         is_of_another_length = entry.has_loops and any(known.has_loops for known in self.entries.all)
         if self.measures and not is_of_another_length:
             entry.worth = measure_profitability(entry, call)
-        if entry.worth is not None and entry.worth.is_slower and self._noted.first(TOO_SMALL):
+        if entry.worth is not None and entry.worth.is_slower and self._first(TOO_SMALL):
             log.warning("%s: %s. %s", call.name, entry.worth, TOO_SMALL)
-        for said in filter(self._noted.first, entry.guard.reads.says):
+        for said in filter(self._first, entry.guard.reads.says):
             log.warning("%s.forward %s: a compiled call does not", call.name, said)
         raise_deferred()  # before the module is changed, not after it
         with self._adding:

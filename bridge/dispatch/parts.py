@@ -11,7 +11,6 @@ calls of others when they come, also modules that no selection of the sample cal
 from __future__ import annotations
 
 import operator
-import re
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +34,7 @@ from bridge.dispatch.entries import DispatchStats
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.options import dispatcher_of, install, options_of, uninstall
 from bridge.dispatch.sample_run import InnerCall, inner_calls, shares_of
-from bridge.state import SampleCall, own_attributes
+from bridge.state import SampleCall, constant_key, own_attributes
 
 __all__ = ["DispatchedParts", "Eager", "PartStats", "add_parts", "parts_of", "remove_parts"]
 
@@ -43,7 +42,6 @@ log = channel("dispatch")
 
 _DRAWN = "%s: draws decide what runs, at %s. That stays eager, and %d modules inside are dispatched by themselves%s"
 _ONE_DECISION = " (whole=True: it is compiled for the decisions of one call)"
-_PLAIN = (int, float, str, bool, type(None))
 _ALONE = Unsupported("one operator without parameters", "forward", "eager runs it as well", "nothing is to be done")
 
 
@@ -82,8 +80,7 @@ class DispatchedParts:
 
     def has(self, path: str) -> bool:
         """Whether a path is a part's, or inside a part that was divided at a call."""
-        paths = {*self.shares, *self.dispatchers}
-        return any(each in paths for each in (path, *(path[: dot.start()] for dot in re.finditer(r"\.", path))))
+        return any(f"{path}.".startswith(f"{each}.") for each in (*self.shares, *self.dispatchers))
 
     @property
     def coverage(self) -> float:
@@ -293,7 +290,7 @@ def _key(module: nn.Module, call: InnerCall) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return (type(value), value) if type(value) in _PLAIN else id(value)
+    return constant_key(value) or id(value)
 
 
 def _layout(leaf: Any) -> Any:

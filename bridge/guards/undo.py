@@ -11,8 +11,8 @@ from torch import nn
 
 from bridge.guards.kinds import PLAIN, is_a
 from bridge.guards.recording import Reads
-from bridge.guards.watched import ABSENT, Contents, Name, Place
-from bridge.state import is_renewed, same_inside
+from bridge.guards.watched import ABSENT, Contents, Name, Place, nested
+from bridge.state import is_renewed, same
 
 __all__ = ["Settling", "Snapshot", "Undo", "needs_first_call", "recorded_reads", "undo"]
 
@@ -97,7 +97,7 @@ class Snapshot:
         found = [
             (owners[id(own)], key)
             for own, key, held in self.written()
-            if not (held and key in own and same_inside(held[0], own[key]))
+            if not (held and key in own and same(nested(held[0]), nested(own[key])))
         ]
         for module, key, *held in self._contents:
             if not is_renewed(module, key) and _is_changed(*held):
@@ -144,7 +144,7 @@ class Snapshot:
 def _is_changed(item: Contents, then: Any) -> bool:
     """Whether a container has other contents than then; the order of a set does not matter."""
     now = item.read()
-    return set(now) != set(then) if is_a(item.value, set) else not same_inside(now, then)
+    return set(now) != set(then) if is_a(item.value, set) else not same(now, then)
 
 
 class Settling:

@@ -27,7 +27,7 @@ from bridge.guards.objects import ABSENT, class_entry, dict_of, is_changeable
 from bridge.state import kept, same
 
 __all__ = ["ABSENT", "MANY", "Answer", "CachedResult", "Class", "ClassName", "ClosureCell", "Code", "Contents"]
-__all__ += ["Name", "Place", "Slot", "Watched", "alike", "class_entry", "contents_at", "entry_of"]
+__all__ += ["Name", "Place", "Slot", "Watched", "alike", "class_entry", "contents_at", "entry_of", "nested"]
 __all__ += ["slot_of", "slots_in", "table_of"]
 
 _LOCAL = threading.local
@@ -298,15 +298,14 @@ class Answer(Watched):
 
 
 def contents_at(place: Watched) -> Any:
-    """Deep snapshot of a container that forward makes anew: a place → nested lists, which show the caller's changes."""
-    return _nested(place.read())
+    """Deep snapshot of a container that forward makes anew, which shows the caller's changes."""
+    return nested(place.read())
 
 
-def _nested(value: Any) -> Any:
-    if type(value) is tuple:
-        return [tuple, *map(_nested, value)]
-    held = contents_of(value) if type(value) in CONTAINERS else None
-    return value if held is None else [type(value), *map(_nested, held(value))]
+def nested(value: Any) -> Any:
+    """A container → nested lists of types and contents; any other object itself."""
+    held = (contents_of(value) or tuple.__iter__) if is_a(value, CONTAINERS) else None
+    return value if held is None else [type(value), *map(nested, held(value))]
 
 
 class CachedResult(Watched):

@@ -17,7 +17,7 @@ import torch
 from bridge.base.threads import is_alone
 
 __all__ = ["PLAIN", "constant_key", "dict_of", "generators_put_back", "kept", "kind_of_container"]
-__all__ += ["moved_generators", "same", "same_inside"]
+__all__ += ["moved_generators", "same"]
 
 _CONSTANTS = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 PLAIN = (*_CONSTANTS, float, complex, bytes, tuple, frozenset)
@@ -62,22 +62,6 @@ def same(now: Any, then: Any) -> bool:
     if isinstance(now, float | complex):  # zero has a sign, and nan is nan
         return repr(now) == repr(then)
     return bool(now == then)
-
-
-def same_inside(now: Any, then: Any) -> bool:
-    """:func:`same`, with lists, tuples, deques, dicts compared by elements in order, at any depth; sets by ``==``."""
-    if now is then:
-        return True
-    if type(now) is not type(then):
-        return False
-    if isinstance(now, list | tuple | deque | dict):
-        if isinstance(now, dict) and [*dict.keys(now)] != [*dict.keys(then)]:
-            return False
-        now, then = kept(now), kept(then)
-        return len(now) == len(then) and all(map(same_inside, now, then))
-    if isinstance(now, set):
-        return set.__eq__(now, then)
-    return same(now, then)
 
 
 def constant_key(value: Any) -> tuple | None:
