@@ -60,8 +60,8 @@ def lower_with_numbers(
         return None
     device = lowered.captured.device
     values = {place: number_tensor(changed.get(place, _ANY), device) for place in places}
-    compared = _Comparison(like.captured, lowered.captured, [values[each] for each in known], list(values.values()))
-    if not compared.holds():
+    then, now = [values[each] for each in known], list(values.values())
+    if not _is_same_graph(like.captured, lowered.captured, then, now):
         log.info("%s: %s cannot be inputs: another graph", call.name, _names(changed))
         return None
     return lowered, places
@@ -106,73 +106,57 @@ def _set_by(captured: Captured) -> tuple[Any, list[tuple]]:
     return captured.state.counters, [(of, each.key, each.is_read, each.appends) for each, of in holders]
 
 
-class _Comparison:
-    """Compares two graphs node by node: whether the second is the first with inputs in place of constants.
+def _is_same_graph(
+    constant: Captured, inputs: Captured, then: Sequence[torch.Tensor], now: Sequence[torch.Tensor]
+) -> bool:
+    """Whether the second of two calls is the first one with inputs in place of constants, and sets the same places.
 
     Args:
-        constant, inputs: the two captured calls.
         then, now: values of the scalars that are their first arguments.
     """
+    owned, more = len(inputs.module_tensors), len(now) - len(then)
+    theirs, ours = _computed(constant, dict(enumerate(then, owned))), _computed(inputs, dict(enumerate(now, owned)))
+    twin_of: dict[fx.Node, fx.Node] = {}
 
-    def __init__(self, constant: Captured, inputs: Captured, then: Sequence[torch.Tensor], now: Sequence[torch.Tensor]):
-        self._captured = constant, inputs
-        self._owned = len(inputs.module_tensors)
-        self._theirs = _computed(constant, dict(enumerate(then, self._owned)))
-        self._ours = _computed(inputs, dict(enumerate(now, self._owned)))
-        self._more = len(now) - len(then)
-        self._twin_of: dict[fx.Node, fx.Node] = {}
-
-    def holds(self) -> bool:
-        """Whether the graphs are equal up to these constants, and the places that the calls set are the same."""
-        constant, inputs = self._captured
-        if _set_by(constant) != _set_by(inputs):
-            return False
-        if [spec.names for spec in constant.module_tensors] != [spec.names for spec in inputs.module_tensors]:
-            return False
-        first, second = self._nodes(constant, self._theirs), self._nodes(inputs, self._ours)
-        return len(first) == len(second) and all(map(self._same_node, first, second))
-
-    @staticmethod
-    def _nodes(captured: Captured, numbers: Mapping[fx.Node, torch.Tensor]) -> list[fx.Node]:
-        return [
-            node
-            for node in captured.graph.nodes
-            if node not in numbers and not (node.op == "placeholder" and not node.users)
-        ]
-
-    def _same_node(self, then: fx.Node, now: fx.Node) -> bool:
-        self._twin_of[then] = now
+    def is_same_node(then: fx.Node, now: fx.Node) -> bool:
+        twin_of[then] = now
         if then.op != now.op:
             return False
         if then.op == "placeholder":
-            return self._same_input(then, now)
+            return is_same_input(then, now)
         return (
             (then.op == "output" or then.target == now.target)
             and then.kwargs.keys() == now.kwargs.keys()
-            and self._same_value(then.args, now.args)
-            and all(self._same_value(value, now.kwargs[name]) for name, value in then.kwargs.items())
+            and is_same_value(then.args, now.args)
+            and all(is_same_value(value, now.kwargs[name]) for name, value in then.kwargs.items())
         )
 
-    def _same_input(self, then: fx.Node, now: fx.Node) -> bool:
-        constant, inputs = self._captured
+    def is_same_input(then: fx.Node, now: fx.Node) -> bool:
         if then.name in constant.names.literals and now.name in inputs.names.literals:
             first, second = constant.names.literals[then.name], inputs.names.literals[now.name]
             return first.dtype == second.dtype and VF.equal(first, second)
         first, second = constant.names.placeholders.get(then.name), inputs.names.placeholders.get(now.name)
-        if first is None or second is None:
-            return False
-        return second == first + (self._more if first >= self._owned else 0)
+        return None not in (first, second) and second == first + (more if first >= owned else 0)
 
-    def _same_value(self, then: Any, now: Any) -> bool:
-        if isinstance(now, fx.Node) and now in self._ours:
-            value = self._theirs.get(then) if isinstance(then, fx.Node) else then
+    def is_same_value(then: Any, now: Any) -> bool:
+        if isinstance(now, fx.Node) and now in ours:
+            value = theirs.get(then) if isinstance(then, fx.Node) else then
             if value is None or isinstance(value, bool) or not isinstance(value, int | float | torch.Tensor):
                 return False
-            expected, found = VF.as_tensor(value, dtype=torch.float64), self._ours[now]
-            expected = expected.to(found.dtype)
-            return repr(expected.item()) == repr(found.item())  # zero has a sign
+            expected = VF.as_tensor(value, dtype=torch.float64).to(ours[now].dtype)
+            return repr(expected.item()) == repr(ours[now].item())  # zero has a sign
         if isinstance(then, fx.Node) or isinstance(now, fx.Node):
-            return self._twin_of.get(then) is now
+            return twin_of.get(then) is now
         if isinstance(then, list | tuple):
-            return type(then) is type(now) and len(then) == len(now) and all(map(self._same_value, then, now))
+            return type(then) is type(now) and len(then) == len(now) and all(map(is_same_value, then, now))
         return same(now, then)
+
+    if _set_by(constant) != _set_by(inputs):
+        return False
+    if [spec.names for spec in constant.module_tensors] != [spec.names for spec in inputs.module_tensors]:
+        return False
+    first, second = (
+        [node for node in each.graph.nodes if node not in numbers and (node.op != "placeholder" or node.users)]
+        for each, numbers in ((constant, theirs), (inputs, ours))
+    )
+    return len(first) == len(second) and all(map(is_same_node, first, second))

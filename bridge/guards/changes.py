@@ -105,12 +105,8 @@ class Changes:
 
     def changes(self) -> list[str]:
         """Places whose values differ from their first ones, in words."""
-        found = []
-        for key, then in self.first.items():
-            item = self.items[key]
-            if item.differs(then, run=True):
-                found.append(item.place.changed)
-        return list(dict.fromkeys(found))
+        found = (self.items[key] for key, then in self.first.items() if self.items[key].differs(then, run=True))
+        return list(dict.fromkeys(item.place.changed for item in found))
 
     def state(self) -> dict[tuple, Any]:
         """The present values of all places."""

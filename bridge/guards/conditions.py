@@ -245,8 +245,7 @@ class ReadGuard:
         self._cells, self._in_cells = [item.cell for item, _ in cells], [value for _, value in cells]
         known = {id(item) for group in self._spaces.groups for item in group.items}
         known.update(map(id, (*codes, *typed, *(item for item, _ in cells))))
-        exact = [item for item in items if isinstance(item, Name) and item.exact]
-        others = [(item, item.read()) for item in (*(each for each in items if id(each) not in known), *exact)]
+        others = [(item, item.read()) for item in items if id(item) not in known]
         slots = [(item, then) for item, then in others if isinstance(item, Slot) and item.get is not None]
         slots = [(item, then) for item, then in slots if then is not ABSENT]
         self._slots, self._slotted = [item.get for item, _ in slots], [item.value for item, _ in slots]

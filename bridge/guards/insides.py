@@ -129,10 +129,9 @@ class Insides(World):
         elif is_a(value, tuple):
             for each in self.inside(value, 1):
                 self.whole(each, where, compared)
-        elif self.is_table(own):
-            self._note(("contents", id(own)), Contents(own, self.place(value), None if own is value else value, True))
         elif contents_of(own) is not None:
-            self._note(("contents", id(own)), Contents(own, self.place(value), None if own is value else value))
+            running, is_table = None if own is value else value, self.is_table(own)
+            self._note(("contents", id(own)), Contents(own, self.place(value), running, is_table))
             for each in self.inside(value, 1):
                 if is_a(each, CONTAINERS) or (compared and is_a(each, types.SimpleNamespace)):
                     self.whole(each, where, compared)

@@ -104,11 +104,9 @@ class Reads(CallAnalysis):
                 undo()
             if self.refused is None:
                 self.refuse(*told)
-        held = [
-            (each, self.first[key]) for key, each in self.items.items() if is_a(each, Contents) and key in self.first
-        ]
-        for each, then in held if self.refused is None else ():
-            if type(each.value).__name__ in LOCKS and each.differs(then, run=True):
+        for key, then in self.first.items() if self.refused is None else ():
+            each = self.items[key]
+            if is_a(each, Contents) and type(each.value).__name__ in LOCKS and each.differs(then, run=True):
                 self.refuse(str(each.place), "forward", *LOCKED)
         self.special_methods(torch.Tensor)
         for kind in {type(module()) for module, _ in self.modules.values()}:

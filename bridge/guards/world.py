@@ -196,8 +196,6 @@ class World(Changes):
 
     def function(self, function: Any) -> None:
         """Notes a Python function that may run: its code, default arguments and closure variables."""
-        if not is_a(function, FunctionType):
-            return
         own = self.original(function)
         if ("code", id(own)) in self.items:
             self._note(("code", id(own)), None)
