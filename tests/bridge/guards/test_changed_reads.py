@@ -259,6 +259,9 @@ future that gets a value: H = torch.futures.Future() | 2. + (H.value() if H.done
 file by lines: import linecache~K = 'tests_lines'; linecache.cache[K] = (1, None, ['2'], K)
   | float(linecache.getline(K, 1)) | linecache.cache[K] = (1, None, ['3'], K)
 format_map: H = NS(d={'k': 2}) | float('{k}'.format_map(getattr(H, 'd'))) | H.d['k'] = 3
+key that is None: D = {None: 2.}~def g(): return None~def f():~    key = g()~    return D[key]
+  | f() | D[None] = 3.
+partial of an attrgetter: H = NS(k=2.); J = functools.partial(operator.attrgetter('k'), H) | J() | H.k = 3.
 """
 HITS = """
 copy of the environment: | float(len(dict(os.environ)) > 0) | pass
