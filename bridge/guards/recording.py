@@ -185,7 +185,7 @@ class Reads(CallAnalysis):
             if event == "return":
                 outer = self._frames.get(frame.f_back)
                 ours = code.co_filename.startswith(OWN) and not is_in_its_place(code)
-                if outer is not None and arg is not None and not ours:
+                if outer is not None and not ours:
                     self._returned(outer, outer.flow.at(frame.f_back.f_lasti), arg)
                     self._look(outer)
             elif event == "call" and code.co_name == "handle" and code.co_filename == logging.__file__:
@@ -296,7 +296,7 @@ class Reads(CallAnalysis):
         outer = self._frames.get(frame.f_back)
         if made is not None and made.code.co_name == "__init__":
             value = next(iter(made.args.values()), None)
-        if outer is not None and value is not None:
+        if outer is not None:
             self._returned(outer, outer.flow.at(frame.f_back.f_lasti), value)
             self._look(outer)  # now: the next instruction may write to the result
 
@@ -304,7 +304,7 @@ class Reads(CallAnalysis):
         """Notes the result of a Python function."""
         if is_a(value, logging.Logger | threading.Thread) or type(value).__module__ == "multiprocessing.process":
             self.know(value, Place("logger" if is_a(value, logging.Logger) else "thread", value.name))
-        if type(value) in (str, bytes, int, float, bool):
+        if type(value) in PLAIN and type(value) is not slice:
             known = outer.calls.plain.setdefault(place, {})
             if value not in known and len(known) <= MOST_RESULTS:
                 known[value if len(known) < MOST_RESULTS else ANY] = None

@@ -261,6 +261,9 @@ file by lines: import linecache~K = 'tests_lines'; linecache.cache[K] = (1, None
 format_map: H = NS(d={'k': 2}) | float('{k}'.format_map(getattr(H, 'd'))) | H.d['k'] = 3
 key that is None: D = {None: 2.}~def g(): return None~def f():~    key = g()~    return D[key]
   | f() | D[None] = 3.
+key that is None at last: D = {1: 1., None: 2.}~def g(i): return None if i else 1~def f():~    k = 1.
+  ~    for i in range(2):~        k = k * D[g(i)]~    return k
+  | f() | D[None] = 3.
 partial of an attrgetter: H = NS(k=2.); J = functools.partial(operator.attrgetter('k'), H) | J() | H.k = 3.
 """
 HITS = """
