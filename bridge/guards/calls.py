@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import operator
 import sys
 import types
 import weakref
 from collections.abc import Iterable, Sequence
-from types import CodeType, FrameType, FunctionType, ModuleType
+from contextlib import suppress
+from contextvars import ContextVar
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -42,15 +46,16 @@ from bridge.guards.objects import (
     is_held,
     is_in_function,
 )
-from bridge.guards.sources import Frame, Sources
+from bridge.guards.sources import MOST_RESULTS, Frame, Sources
 from bridge.guards.watched import Place
 
-__all__ = ["MOST_RESULTS", "CallAnalysis"]
+__all__ = ["CallAnalysis"]
 
 _IN_C = "cython_function_or_method instancemethod wrapper_descriptor method_descriptor classmethod_descriptor".split()
 _KNOWN_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "math", "builtins", ""}
-MOST_RESULTS = 256
-"""The objects, and the plain values, that are followed one by one for each call instruction."""
+_UNKNOWN = "its arguments are not known before the call: what it gives cannot be watched", "do it outside of forward"
+_MOST_ASKED = 16
+"""The choices of possible arguments for which a function is asked."""
 Given = list[list[Any]]
 
 
@@ -95,15 +100,11 @@ class CallAnalysis(Sources):
         bound = type(owner).__name__ == "PyCapsule" or type(owner).__module__ == "pybind11_builtins"
         plain = owner is None or is_a(owner, ModuleType) or bound
         module = function.__module__ if plain and is_a(function.__module__, str) else ""
+        if plain and not bound and module.startswith("torch") and not is_asked(module, name):
+            return
         if given is None:
-            if plain and not bound and module.startswith("torch") and not is_asked(module, name):
-                return
-            if is_a(owner, torch.Tensor):
-                given = [], {}
-            elif call is not None:
-                given = self._given_to(known, call)
-            else:
-                given = [], {}
+            is_tensors = call is None or is_a(owner, torch.Tensor)
+            given = ([], {}) if is_tensors else self._given_to(known, call)
         if bound and call is not None:  # a pybind11 function, or a method of a pybind11 class
             sources = [each[1] for each in self._expanded(known, call.function) if each[0] == "attr"]
             for each in [each for one in sources for each in self._values(known, one)]:
@@ -141,9 +142,9 @@ class CallAnalysis(Sources):
             self.ask(RAISING_WARNINGS[0], (), {}, RAISING_WARNINGS[1])
         elif module == "time" and name in CLOCKS:
             if ("result", place) in known.flow.compared:
-                self._ask(known, place, function, call, given, f"{module}.{name}()")
+                self._ask(known, place, function, call, given, f"{module}.{name}()", where)
         elif is_asked(module, name):
-            self._ask(known, place, function, call, given, f"{module}.{name}()")
+            self._ask(known, place, function, call, given, f"{module}.{name}()", where)
         elif name == "hash":
             for each in (each for given in args for each in given):
                 self.identity_of_passed(each, where)
@@ -224,7 +225,7 @@ class CallAnalysis(Sources):
             if name == "__dir__":
                 self.all(owner)
             if is_asked(kind.__name__, name) or (issubclass(kind, type) and is_asked("type", name)):
-                self._ask(known, place, getattr(owner, name), None, given, f"{self.place(owner)}.{name}()")
+                self._ask(known, place, getattr(owner, name), None, given, f"{self.place(owner)}.{name}()", where)
             elif name in USES["finds"] and is_a(owner, dict | types.MappingProxyType) and args:
                 if name not in USES["reads"] or hasattr(kind, "__missing__"):
                     self.may_be_written()
@@ -332,22 +333,29 @@ class CallAnalysis(Sources):
             if own and not issubclass(one, torch.Tensor) and not kind.__module__.startswith("torch"):
                 self.ask(issubclass, (one, kind), {}, f"issubclass({one.__name__}, {kind.__name__})")
 
-    def _ask(self, known: Frame, place: int, function: Any, call: CallSite | None, given: tuple, words: str) -> None:
-        """Notes a call of a function that returns hidden state, if its arguments are known."""
+    def _ask(
+        self, known: Frame, place: int, function: Any, call: CallSite | None, given: tuple, words: str, where: str
+    ) -> None:
+        """Notes a call of a function that returns hidden state, for each choice of its possible arguments."""
         args, kwargs = given
-        if (call is not None and call.args is None) or not all(len(each) == 1 for each in (*args, *kwargs.values())):
+        lists = [*args, *kwargs.values()]
+        is_known = (call is None or call.args is not None) and math.prod(map(len, lists)) in range(1, _MOST_ASKED)
+        if not is_known or any(each is ANY for one in lists for each in one):
+            if function.__module__ in ("posix", "nt"):
+                self.refuse(words, where, *_UNKNOWN)
+            if not is_a(getattr(function, "__self__", None), ContextVar):
+                return
+            lists, args, kwargs = [], [], {}  # the variable's value, whatever the default
+        if any(is_a(each, torch.Tensor | tuple) for one in lists for each in one):
             return
-        if any(is_a(each, torch.Tensor | tuple) for each in (each for arg in args for each in arg)):
-            return
-        args, kwargs = tuple(each[0] for each in args), {name: each[0] for name, each in kwargs.items()}
-        self.ask(function, args, kwargs, words)
-        try:
-            found = function(*args, **kwargs)
-        except Exception:  # noqa: BLE001 - as forward is about to meet it
-            return
-        if type(found) not in PLAIN:
-            self.know(found, Place("", words))
-            self._result(known, place, found)
+        for chosen in itertools.product(*lists):
+            given = chosen[: len(args)], dict(zip(kwargs, chosen[len(args) :], strict=True))
+            self.ask(function, *given, words)
+            with suppress(Exception):  # forward is about to meet it
+                found = function(*given[0], **given[1])
+                if type(found) not in PLAIN:
+                    self.know(found, Place("", words))
+                    self._result(known, place, found)
 
     def _called(
         self, frame: Frame, place: int, value: Any, call: CallSite, source: Source, known: tuple | None = None
@@ -369,7 +377,7 @@ class CallAnalysis(Sources):
         if is_a(value, weakref.ref):
             self._reference(frame, place, value)
         elif kind is functools.partial:
-            self._partial(frame, place, value, call, given())
+            self._partial(frame, place, value, given())
         elif does(kind, "gets"):
             self._getter(frame, place, value, given()[0])
         elif value is super:
@@ -429,6 +437,9 @@ class CallAnalysis(Sources):
         if does(kind, "takes") or kind.__module__ in ("itertools", "_collections"):
             for each in (each for arg in args for each in arg):
                 self._moves(frame, each)
+        for function in args[0] if kind in (map, filter) and args else ():
+            inside = [[each for value in arg for each in self.inside(value, 1)] for arg in args[1:]]
+            self._apply(frame, place, function, (inside, {}))
         if does(kind, "binds") and one_by_one and all(len(each) == 1 for each in args) and args:
             try:
                 made = kind(*(each[0] for each in args))
@@ -439,16 +450,19 @@ class CallAnalysis(Sources):
             for value in (value for arg in args for value in arg if type(value) not in PLAIN):
                 self._handed_on(frame, place, value, 1)
 
-    def _partial(self, frame: Frame, place: int, value: functools.partial, call: CallSite, given: tuple) -> None:
+    def _partial(self, frame: Frame, place: int, value: functools.partial, given: tuple) -> None:
         """Notes the call of a ``functools.partial``."""
         for each in (*value.args, *value.keywords.values()):
             self.whole(each, frame.where)
         named = {name: [each] for name, each in value.keywords.items()}
-        given = [*([each] for each in value.args), *given[0]], named | given[1]
-        if is_a(value.func, types.BuiltinFunctionType):
-            self._invoke(frame, place, value.func, call, frame.where, given)
+        self._apply(frame, place, value.func, ([*([each] for each in value.args), *given[0]], named | given[1]))
+
+    def _apply(self, frame: Frame, place: int, function: Any, given: tuple) -> None:
+        """Notes that a function in C calls another one; ``given``: the possible values of its arguments."""
+        if is_a(function, types.BuiltinFunctionType):
+            self._invoke(frame, place, function, None, frame.where, given)
         else:
-            self._called(frame, place, value.func, call, ("made",), given)
+            self._called(frame, place, function, CallSite(frozenset(), ()), ("made",), given)
 
     def _getter(self, frame: Frame, place: int, getter: Any, args: Given) -> None:
         """Notes the lookups of an ``attrgetter``, ``itemgetter`` or ``methodcaller``."""
@@ -466,34 +480,3 @@ class CallAnalysis(Sources):
             else:
                 self.attribute(owner, names[0])
                 self._method(frame, place, owner, None, names[0], frame.where, ([[each] for each in names[1:]], {}))
-
-    def _ask_python(self, frame: FrameType, code: CodeType) -> None:
-        """Notes a function of Python's standard library that the guard calls again, whatever state it reads."""
-        given = [frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]]
-        function = frame.f_globals.get(code.co_name)
-        if function is None and given and hasattr(type(given[0]), code.co_name):
-            self.know(given[0], Place(type(given[0]).__name__.lower(), getattr(given[0], "name", "")))
-            function, given = getattr(given[0], code.co_name, None), given[1:]
-        if callable(function) and all(type(each) in PLAIN for each in given):
-            self.ask(function, tuple(given), {}, f"{code.co_name}({', '.join(map(repr, given))})")
-
-    def _result(self, frame: Frame, place: int, value: Any) -> None:
-        """Notes a possible result of a call."""
-        value = FrameOf.of(value) if is_a(value, FrameType) else value
-        kept, known = self._kept(value), frame.calls.results.setdefault(place, {})
-        if (key := identity_of(kept)) in known:
-            return
-        if len(known) < MOST_RESULTS:
-            known[key] = kept
-            frame.calls.fresh.add(place)
-        else:
-            (self.all if is_a(kept, nn.Module) else self.deep)(kept)
-
-    def _kept(self, value: Any) -> Any:
-        """A value as it is kept: of the call's own tensors only the class, so that loop steps give the same."""
-        if type(value) is tuple and not self.knows(value):
-            kept = tuple(map(self._kept, value))
-            return kept if any(one is not other for one, other in zip(kept, value, strict=True)) else value
-        if type(value) is FunctionType:
-            return self.cached_function(value)
-        return Instance(type(value)) if is_a(value, torch.Tensor) and not self.knows(value) else value

@@ -25,7 +25,7 @@ import torch
 
 from bridge.base.errors import is_pythons_file
 from bridge.guards.bytecode import DataFlow
-from bridge.guards.calls import MOST_RESULTS, CallAnalysis
+from bridge.guards.calls import CallAnalysis
 from bridge.guards.changes import reads_later
 from bridge.guards.dataflow import flow_of
 from bridge.guards.functions import CHANGES_FILES, OPENS, audited, changes_files, does, entries_of, file_state
@@ -42,7 +42,7 @@ from bridge.guards.machinery import (
     is_machinery,
 )
 from bridge.guards.objects import ANY, Instance, inner_function, is_changeable
-from bridge.guards.sources import Frame
+from bridge.guards.sources import MOST_RESULTS, Frame
 from bridge.guards.watched import ABSENT, ClassName, ClosureCell, Contents, Name, Place
 from bridge.guards.world import REGISTRIES
 
@@ -207,6 +207,16 @@ class Reads(CallAnalysis):
             self._end(frame, arg)
         elif event == "c_call" and (known := self._frames.get(frame)) is not None:
             self._c_call(frame, known, arg)
+
+    def _ask_python(self, frame: FrameType, code: CodeType) -> None:
+        """Notes a function of Python's standard library that the guard calls again, whatever state it reads."""
+        given = [frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]]
+        function = frame.f_globals.get(code.co_name)
+        if function is None and given and hasattr(type(given[0]), code.co_name):
+            self.know(given[0], Place(type(given[0]).__name__.lower(), getattr(given[0], "name", "")))
+            function, given = getattr(given[0], code.co_name, None), given[1:]
+        if callable(function) and all(type(each) in PLAIN for each in given):
+            self.ask(function, tuple(given), {}, f"{code.co_name}({', '.join(map(repr, given))})")
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
         """Handles an audit event: a file is about to be opened, a process started."""

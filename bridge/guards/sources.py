@@ -32,10 +32,12 @@ from bridge.guards.objects import (
 )
 from bridge.guards.watched import Answer, Place
 
-__all__ = ["Frame", "Sources"]
+__all__ = ["MOST_RESULTS", "Frame", "Sources"]
 
 _MOST_PASSES = 5000
 """The limit of passes over a function's assignments; a linked list takes as many as it has nodes."""
+MOST_RESULTS = 256
+"""The objects, and the plain values, that are followed one by one for each call instruction."""
 _TOLD = (str, int, float, type)
 """Types of values whose text is ``str(value)`` in an f-string; of a class, its name and module, which are noted."""
 _NAMES = ("__name__", "__qualname__", "__module__")
@@ -342,6 +344,27 @@ class Sources(Insides):
                 self.identity_of_passed(value, frame.where)
         python = frame.calls.python
         return self._constants(frame, [each for each in sources if each[0] != "result" or each[1] in python])
+
+    def _result(self, frame: Frame, place: int, value: Any) -> None:
+        """Notes a possible result of a call."""
+        value = FrameOf.of(value) if is_a(value, FrameType) else value
+        kept, known = self._kept(value), frame.calls.results.setdefault(place, {})
+        if (key := identity_of(kept)) in known:
+            return
+        if len(known) < MOST_RESULTS:
+            known[key] = kept
+            frame.calls.fresh.add(place)
+        else:
+            (self.all if is_a(kept, torch.nn.Module) else self.deep)(kept)
+
+    def _kept(self, value: Any) -> Any:
+        """A value as it is kept: of the call's own tensors only the class, so that loop steps give the same."""
+        if type(value) is tuple and not self.knows(value):
+            kept = tuple(map(self._kept, value))
+            return kept if any(one is not other for one, other in zip(kept, value, strict=True)) else value
+        if type(value) is FunctionType:
+            return self.cached_function(value)
+        return Instance(type(value)) if is_a(value, torch.Tensor) and not self.knows(value) else value
 
     def _match_args(self, owner: Any) -> Iterable[str]:
         """The attributes that a pattern of an object's classes may read by position."""

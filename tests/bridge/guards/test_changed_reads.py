@@ -264,6 +264,14 @@ key that is None: D = {None: 2.}~def g(): return None~def f():~    key = g()~   
 key that is None at last: D = {1: 1., None: 2.}~def g(i): return None if i else 1~def f():~    k = 1.
   ~    for i in range(2):~        k = k * D[g(i)]~    return k
   | f() | D[None] = 3.
+files by their place: import tempfile~P = [tempfile.mkstemp()[1] for _ in 'ab']~def f():~    k = 2.
+  ~    for i in range(2): k = k + os.stat(P[i]).st_size~    return k
+  | f() | with open(P[1], 'a') as o: o.write('more')
+files mapped: import tempfile~P = [tempfile.mkstemp()[1] for _ in 'ab']
+  | 2. + sum(s.st_size for s in map(os.stat, P)) | with open(P[1], 'a') as o: o.write('more')
+context variables mapped: V = [contextvars.ContextVar('v', default=2.)]
+  | sum(map(contextvars.ContextVar.get, V)) | V[0].set(3.)
+context variable's new default: V = contextvars.ContextVar('v') | V.get({'k': 2.})['k'] | V.set({'k': 3.})
 partial of an attrgetter: H = NS(k=2.); J = functools.partial(operator.attrgetter('k'), H) | J() | H.k = 3.
 """
 HITS = """
@@ -334,6 +342,7 @@ pointer to an address: V = ctypes.c_double(2.); A = ctypes.addressof(V)
 foreign function: L = ctypes.CDLL(None) | 2. + bool(L.getenv(b'TESTS_YY')) | a library in C
 weak references to an object: class C: pass~H = C() | 2. + weakref.getweakrefcount(H) | other objects of the process
 holders of an object: H = NS() | 2. + len(gc.get_referrers(H)) | other objects of the process
+file of an unknown name: | 2. + sum(os.access(*a) for a in [('tests_no', 0)]) | not known before the call
 the system's random numbers: | 2. + (os.urandom(1) == b'a') | on chance
 lock that stays acquired: H = threading.RLock() | 2. + H.acquire() | leaves it so
 lock that is released: H = threading.Lock(); H.acquire() | (H.release(), 2.)[1] | leaves it so
