@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from bridge.base.log import channel
-from bridge.dispatch import NO_ENTRY, DispatchStats, dispatch_at_first_call, remove_tvm_dispatch, stats
+from bridge.dispatch import NO_ENTRY, DispatchStats, add_tvm_dispatch, dispatcher_of, remove_tvm_dispatch, stats
 
 __all__ = ["DispatchAtFirstCall", "Layers", "LightningMethods", "chosen_layers"]
 
@@ -129,8 +129,8 @@ class DispatchAtFirstCall:
             self._watched[name] = module
             if _stats(module) is None:
                 try:
-                    refused = partial(self._refused, name, module)
-                    dispatch_at_first_call(module, refused, on_miss=self.on_miss, partition=self.partition)
+                    add_tvm_dispatch(module, on_miss=self.on_miss, partition=self.partition)
+                    dispatcher_of(module).on_refused = partial(self._refused, name, module)
                 except ValueError as error:  # module.compile() was here before
                     self._refused(name, module, "it is called", error)
 

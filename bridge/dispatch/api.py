@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -137,25 +137,6 @@ def _add_note(error: Exception, is_one_mapping: bool) -> None:
         note_sample(error)
     elif hasattr(error, "add_note"):  # not in Python 3.10
         error.add_note("the keys of sample_input name no parameters of forward: it was taken for its one argument")
-
-
-def dispatch_at_first_call(
-    module: nn.Module,
-    on_refused: Callable[[str, object], None],
-    *,
-    on_miss: Literal["eager", "compile", "error"],
-    partition: str | Strategy = DEFAULT_PARTITION,
-) -> None:
-    """``add_tvm_dispatch(module)`` without a sample; refusals go to ``on_refused``, and are neither raised nor logged.
-
-    Args:
-        on_refused: called with the feature of a call and the reason why it runs eager.
-
-    Raises:
-        ValueError: as :func:`add_tvm_dispatch`.
-    """
-    add_tvm_dispatch(module, on_miss=on_miss, partition=partition)
-    dispatcher_of(module).on_refused = on_refused
 
 
 def remove_tvm_dispatch(module: Module) -> Module:

@@ -132,7 +132,10 @@ class CallAnalysis(Sources):
     ) -> None:
         """Notes the reads of a module's function in C, which is about to be called."""
         (module, name), (args, kwargs) = of, given
-        self._acts(module, name, args, kwargs, where)
+        count = 1 if len(args) == 2 and args[1] == [None] else len(args)
+        for stream in kwargs.get("file") or [None]:
+            if reason := effect_of_function(module, name, count, stream):
+                self.refuse(f"{name}()", where, *reason)
         if of == ("builtins", "print"):
             self.says.setdefault(f"prints at {where}")
         if of == ("sys", "_getframe"):
@@ -189,13 +192,6 @@ class CallAnalysis(Sources):
         held = list(frame.globals.values()) if is_library(file) or file.startswith("<frozen") else ()
         if not any(value is each or getattr(each, "__self__", None) is value for each in held):
             self.moved(value, frame.where)
-
-    def _acts(self, module: str, name: str, args: Given, kwargs: dict[str, list[Any]], where: str) -> None:
-        """Refuses a function in C with a side effect."""
-        count = 1 if len(args) == 2 and args[1] == [None] else len(args)
-        for stream in kwargs.get("file") or [None]:
-            if reason := effect_of_function(module, name, count, stream):
-                self.refuse(f"{name}()", where, *reason)
 
     def _method(self, known: Frame, place: int, owner: Any, function: Any, name: str, where: str, given: tuple) -> None:
         """Notes the reads of an object's method in C, which is about to be called."""

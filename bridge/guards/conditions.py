@@ -213,6 +213,9 @@ class ReadGuard:
     Args:
         modules: the modules of the tree.
         but: places that forward sets before it reads them: their holder, and the key there.
+
+    Attributes:
+        spaces: the places whose writes are counted, with their dictionaries.
     """
 
     def __init__(self, reads: Reads, modules: Sequence[ModulePlace] = (), but: Collection[tuple[Any, Any]] = ()):
@@ -235,15 +238,15 @@ class ReadGuard:
         again = {**reads.attributes, **{key: item for key, item in reads.items.items() if key in reads.later}}
         later = [item for key, item in again.items() if key not in reads.written]
         self._later = [(item, item.read()) for item in later]
-        self._spaces = _Namespaces(items, modules, outside)
-        self._hooks = _entries(self._spaces.hooked)
+        self.spaces = _Namespaces(items, modules, outside)
+        self._hooks = _entries(self.spaces.hooked)
         codes = [item for item in items if isinstance(item, Code)]
         typed = [item for item in items if isinstance(item, Class)]
         functions = [item.function for item in codes]
         self._bindings = _Bindings([(item, item.read()) for item in typed], reads.bases, functions)
         cells = [(item, item.read()) for item in items if isinstance(item, ClosureCell)]
         self._cells, self._in_cells = [item.cell for item, _ in cells], [value for _, value in cells]
-        known = {id(item) for group in self._spaces.groups for item in group.items}
+        known = {id(item) for group in self.spaces.groups for item in group.items}
         known.update(map(id, (*codes, *typed, *(item for item, _ in cells))))
         others = [(item, item.read()) for item in items if id(item) not in known]
         slots = [(item, then) for item, then in others if isinstance(item, Slot) and item.get is not None]
@@ -256,39 +259,29 @@ class ReadGuard:
     @property
     def places(self) -> tuple[str, ...]:
         """The places, in words."""
-        items = chain((item for item, _ in self._all), *(group.items for group in self._spaces.groups))
+        items = chain((item for item, _ in self._all), *(group.items for group in self.spaces.groups))
         return tuple(dict.fromkeys(str(item.place) for item in items))
 
     @property
     def modules(self) -> list[tuple[ModulePlace, Any]]:
         """The modules of the tree, with their expected values."""
-        return [(group.items[0], group.values[0]) for group in self._spaces.tree]
-
-    @property
-    def dicts(self) -> list[dict]:
-        """The dictionaries whose counted writes may change a place's value, but the own ones of the tree's modules."""
-        return self._spaces.dicts
-
-    @property
-    def empty(self) -> list[dict]:
-        """Dictionaries that were empty at the last comparison."""
-        return self._spaces.empty
+        return [(group.items[0], group.values[0]) for group in self.spaces.tree]
 
     def unchanged(self, versions: list[int] | None, is_rebound: bool) -> bool:
         """The quick path after a counted write: whether every place with counted writes holds the very same object.
 
         Args:
-            versions: the counts of the own dictionaries of the tree's modules, then of :attr:`dicts`, read before; -1
+            versions: counts, read before, of the own dictionaries of the tree's modules, then of ``spaces.dicts``; -1
                 replaces counts that do not tell all writes.
             is_rebound: whether the count of :func:`bridge.guards.functions.rebound_count` is another one.
         """
-        return (not is_rebound or self._bindings.unchanged()) and self._spaces.unchanged(versions, is_rebound)
+        return (not is_rebound or self._bindings.unchanged()) and self.spaces.unchanged(versions, is_rebound)
 
     @property
     def uncounted(self) -> Callable[[], bool] | None:
         """The quick path at each call: whether the places whose writes nothing counts hold the very same objects, or
         contents that mean the same; ``None``: there are none."""
-        parts = (self._bindings.having, self._cells, self._slots, self._slow, self._spaces.uncounted, self._hooks)
+        parts = (self._bindings.having, self._cells, self._slots, self._slow, self.spaces.uncounted, self._hooks)
         return self._uncounted_unchanged if any(parts) else None
 
     def _uncounted_unchanged(self) -> bool:
@@ -305,11 +298,11 @@ class ReadGuard:
         for item, then in self._slow:
             if item.differs(then):
                 return False
-        for group in self._spaces.uncounted:
+        for group in self.spaces.uncounted:
             if not group.unchanged():
                 return False
         if self._hooks:
-            now = _entries(self._spaces.hooked)
+            now = _entries(self.spaces.hooked)
             return len(now) == len(self._hooks) and all(map(is_, now, self._hooks))
         return True
 
@@ -338,7 +331,7 @@ class ReadGuard:
 
     def failures(self) -> Iterator[GuardFailure]:
         """The places that changed."""
-        found, groups = False, self._spaces.groups
+        found, groups = False, self.spaces.groups
         pairs = (pair for group in groups for pair in zip(group.items, group.values, strict=True))
         for item, then in sorted(chain(self._all, pairs), key=lambda pair: not isinstance(pair[0], ModulePlace)):
             if item.differs(then):

@@ -241,9 +241,10 @@ class ModuleGuard:
 
         ``thorough``: accepts equivalent contents; raises :class:`GuardFailure` otherwise.
         """
-        own, reads, known = list(map(_DICT, (module, *self._modules))), self.reads, self.unwritten
+        own, known = list(map(_DICT, (module, *self._modules))), self.unwritten
+        reads, spaces = self.reads, self.reads.spaces
         # counts are read before the comparisons: a concurrent write is seen at the next call
-        versions, rebound, before = dict_versions((*own, *reads.dicts)), self._rebound[0], self._last_rebound
+        versions, rebound, before = dict_versions((*own, *spaces.dicts)), self._rebound[0], self._last_rebound
         is_rebound = known is None or known.rebound != rebound
         if thorough:
             reads.match(versions, is_rebound)
@@ -253,7 +254,7 @@ class ModuleGuard:
         self._last_rebound, self.unwritten = rebound, None
         if reads.unchanged(versions, is_rebound) and self._where.failure(own) is None:
             rebound = rebound if rebound == before else None
-            self.unwritten = _Unwritten(versions, reads.dicts, reads.empty, *self._where.holders(own), rebound)
+            self.unwritten = _Unwritten(versions, spaces.dicts, spaces.empty, *self._where.holders(own), rebound)
         return self.unwritten
 
     def tensors(self, root: nn.Module) -> list[torch.Tensor]:
