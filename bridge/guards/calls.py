@@ -291,9 +291,9 @@ class CallAnalysis(Sources):
         elif name in USES["takes"]:
             for each in owners:
                 self._moves(known, each)
-            for getter in [each for each in (*kwargs.get("key", ()), *args[0]) if does(type(each), "gets")]:
-                for value in [each for arg in args for owner in arg for each in self.inside(owner, 1)]:
-                    self._getter(known, place, getter, [[value]])
+            inside = [each for arg in args for owner in arg for each in self.inside(owner, 1)]
+            for function in kwargs.get("key", ()):
+                self._apply(known, place, function, ([inside], {}))
         elif name in ("isinstance", "issubclass") and len(args) == 2:
             kinds = [each for value in args[1] for each in classes_in(value)]
             for value in owners:

@@ -271,6 +271,8 @@ files mapped: import tempfile~P = [tempfile.mkstemp()[1] for _ in 'ab']
   | 2. + sum(s.st_size for s in map(os.stat, P)) | with open(P[1], 'a') as o: o.write('more')
 context variables mapped: V = [contextvars.ContextVar('v', default=2.)]
   | sum(map(contextvars.ContextVar.get, V)) | V[0].set(3.)
+context variables as keys: V = [contextvars.ContextVar('a', default=2.), contextvars.ContextVar('b', default=1.)]
+  | 1. + (max(V, key=contextvars.ContextVar.get).name == 'a') | V[1].set(3.)
 context variable's new default: V = contextvars.ContextVar('v') | V.get({'k': 2.})['k'] | V.set({'k': 3.})
 partial of an attrgetter: H = NS(k=2.); J = functools.partial(operator.attrgetter('k'), H) | J() | H.k = 3.
 """
