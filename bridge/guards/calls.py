@@ -405,19 +405,23 @@ class CallAnalysis(Sources):
                 if type(owner) not in PLAIN and not is_a(owner, Instance | FrameOf):
                     self._method(frame, place, owner, value, value.__name__, frame.where, (args[1:], words))
         elif kind is functools._lru_cache_wrapper:
-            wrapped = value.__wrapped__
-            self.know(wrapped, self.place(value))
-            if is_a(wrapped, types.BuiltinFunctionType):
-                self._invoke(frame, place, wrapped, call, frame.where, given())
-            elif not is_a(wrapped, FunctionType):
-                self._called(frame, place, wrapped, call, source)
-            owners = self._values(frame, source[1]) if source[0] == "attr" else ()
-            bound = next(([each] for each in owners if binds(each, source[2], value)), [])
-            args, words = [*([bound] if bound else []), *given()[0]], given()[1]
-            if call.args is not None and all(len(each) == 1 for each in (*args, *words.values())):
-                named = {name: each[0] for name, each in words.items()}
-                for each in interesting(self.kept(value, tuple(each[0] for each in args), named).read()):
-                    self._result(frame, place, each)
+            self._cached(frame, place, value, call, source, given())
+
+    def _cached(self, frame: Frame, place: int, value: Any, call: CallSite, source: Source, given: tuple) -> None:
+        """Notes the call of a function under ``lru_cache``, and the result that it keeps."""
+        wrapped = value.__wrapped__
+        self.know(wrapped, self.place(value))
+        if is_a(wrapped, types.BuiltinFunctionType):
+            self._invoke(frame, place, wrapped, call, frame.where, given)
+        elif not is_a(wrapped, FunctionType):
+            self._called(frame, place, wrapped, call, source)
+        owners = self._values(frame, source[1]) if source[0] == "attr" else ()
+        bound = next(([each] for each in owners if binds(each, source[2], value)), [])
+        args, words = [*([bound] if bound else []), *given[0]], given[1]
+        if call.args is not None and all(len(each) == 1 for each in (*args, *words.values())):
+            named = {name: each[0] for name, each in words.items()}
+            for each in interesting(self.kept(value, tuple(each[0] for each in args), named).read()):
+                self._result(frame, place, each)
 
     def _made(self, frame: Frame, place: int, kind: type, args: Given, one_by_one: bool) -> None:
         """Notes the call of a class: its constructors, and the arguments that the new object may hold."""
