@@ -102,6 +102,7 @@ class CallAnalysis(Sources):
         module = function.__module__ if plain and is_a(function.__module__, str) else ""
         if plain and not bound and module.startswith("torch") and not is_asked(module, name):
             return
+        known.calls.unknown.add(place)
         if given is None:
             is_tensors = call is None or is_a(owner, torch.Tensor)
             given = ([], {}) if is_tensors else self._given_to(known, call)
@@ -195,6 +196,7 @@ class CallAnalysis(Sources):
 
     def _method(self, known: Frame, place: int, owner: Any, function: Any, name: str, where: str, given: tuple) -> None:
         """Notes the reads of an object's method in C, which is about to be called."""
+        known.calls.unknown.add(place)
         owner = owner.__self__ if type(owner) is super else owner
         kind, (args, _) = type(owner), given
         if is_changeable(kind):

@@ -72,13 +72,14 @@ class Calls:
         results: objects that a call may give: the results of Python functions, possible results of functions in C.
         plain: plain results of Python functions.
         python, heard: offsets of calls of Python functions, and of functions in C that the profiler reported.
+        unknown: offsets of calls of functions in C, which may give something else than these results.
         fresh: offsets of calls whose results have not been followed yet.
     """
 
     def __init__(self) -> None:
         self.results: dict[int, dict[Any, Any]] = {}
         self.plain: dict[int, list[Any]] = {}
-        self.python, self.heard, self.fresh = set[int](), set[int](), set[int]()
+        self.python, self.heard, self.unknown, self.fresh = (set[int]() for _ in range(4))
 
 
 class Frame:
@@ -150,6 +151,8 @@ class Sources(Insides):
         if kind == "text":
             found, by = self._plain(frame, source[2]), self._plain(frame, source[1])
             told = [str(each) if by == [str] and type(each) in _TOLD else ANY for each in found]
+            if source[2][0] == "result" and source[2][1] in frame.calls.unknown:
+                return [*told, ANY]
             return told or ([] if is_local(source) or _is_without_call(frame, source[2]) else [ANY])
         if kind == "var":
             busy, known = frame.variables.busy, (*source, "constants")

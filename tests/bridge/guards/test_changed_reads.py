@@ -274,6 +274,7 @@ context variables mapped: V = [contextvars.ContextVar('v', default=2.)]
 context variables as keys: V = [contextvars.ContextVar('a', default=2.), contextvars.ContextVar('b', default=1.)]
   | 1. + (max(V, key=contextvars.ContextVar.get).name == 'a') | V[1].set(3.)
 context variable's new default: V = contextvars.ContextVar('v') | V.get({'k': 2.})['k'] | V.set({'k': 3.})
+key that an attribute of a class gives: class C: k = 'a'~D = {'a': 2.} | D[str(getattr(C, 'k'))] | D['a'] = 3.
 partial of an attrgetter: H = NS(k=2.); J = functools.partial(operator.attrgetter('k'), H) | J() | H.k = 3.
 """
 HITS = """
