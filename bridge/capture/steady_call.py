@@ -49,7 +49,6 @@ from bridge.capture.real_run import RealRun, real_run_of
 from bridge.capture.refusals import explain_error
 from bridge.capture.rows import Record, Row, ValueRef, mapped, values_in
 from bridge.capture.scalar_guards import ScalarGuard
-from bridge.capture.training_graph import clamps_unseen
 from bridge.guards import Undo, contents_of, needs_first_call, put_back, undo
 from bridge.state import SampleCall
 
@@ -242,8 +241,7 @@ def _named(error: UnsupportedModule, module_name: str) -> UnsupportedModule:
 
 def _find_loops(real: RealRun) -> None:
     """Notes the loops of a run, or refuses long unrolled ones; drops refusals of writes that a step returns instead."""
-    unseen = any(clamps_unseen(real.record, row) for row in real.record.rows)  # a step returns what it writes
-    if not (real.functions.uses or real.given.call.dims or unseen):
+    if not (real.functions.uses or real.given.call.dims):
         real.loops = rolled_up(real.record, real.made, real.observation.draws)
     record = real.record if real.loops is None else real.loops.record
     parameters = [each for each in real.given.tensors if each.kind == "parameter"]
