@@ -24,15 +24,6 @@ from bridge.base.tensor_properties import laid_out
 from bridge.base.torch_autograd import FunctionNode, apply_function
 from bridge.base.torch_internals import VF, pytree, storage_id
 
-__all__ = [
-    "Application",
-    "application_of",
-    "apply_opaque",
-    "backward_opaque",
-    "form_of",
-    "key_of_application",
-]
-
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor."""
 

@@ -23,15 +23,6 @@ from bridge.base.torch_internals import (
 )
 from bridge.capture.rows import form_of, memory_of
 
-__all__ = [
-    "DRAWS_ANEW",
-    "AnotherRunError",
-    "CheckpointedReads",
-    "Derivatives",
-    "SavedMemory",
-]
-__all__ += ["draws_anew", "leads_out", "saved_here", "saved_unseen", "use_of_autograd", "written_and_read"]
-
 _HOOKS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 _ELSEWHERE = "do it around the call, in the training loop"
 

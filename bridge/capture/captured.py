@@ -24,9 +24,6 @@ from bridge.capture.precall_guards import PreCallExpression
 from bridge.capture.scalar_guards import ScalarGuard
 from bridge.state import ModuleTensor
 
-__all__ = ["Captured", "CapturedArguments", "CapturedLoop", "CapturedNames", "CapturedNumbers", "CapturedSizes"]
-__all__ += ["CapturedState"]
-
 
 class CapturedArguments(NamedTuple):
     """The arguments of a captured call.

@@ -25,8 +25,6 @@ from bridge.base.torch_shapes import expression, symbolic_fake
 from bridge.capture.rows import Record, values_in, written
 from bridge.capture.sample import ALL_COUNTS, LEAST, DynamicDim
 
-__all__ = ["CountedDims", "integers_as_symbols", "sized"]
-
 MAX_NUMBERS = 32
 """The longest list of numbers that become symbols; the numbers of a longer list stay constant."""
 

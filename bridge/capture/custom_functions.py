@@ -41,18 +41,6 @@ from bridge.capture.opaque_functions import NotedContext, NotTraceable, Opaque, 
 from bridge.capture.rows import values_in, written
 from bridge.guards import read_later
 
-__all__ = ["AGAIN", "CUSTOM_GRADIENT", "FUNCTION", "ONCE", "OWN", "TANGENT", "UNKNOWN", "WITH_GRADIENT"]
-__all__ += [
-    "Chosen",
-    "CustomFunctions",
-    "Inside",
-    "Overwritten",
-    "Use",
-    "backward_running",
-    "function_running",
-    "functions_of_torchs",
-]
-
 FUNCTION = own_operator("function(int number) -> ()", lambda number: None)
 """Marks the start of a Function's forward, during the trace."""
 TANGENT = own_operator(

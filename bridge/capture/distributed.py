@@ -50,8 +50,6 @@ from bridge.base.torch_recording import composite_kernel, own_operator
 from bridge.capture.rows import Record, may_write
 from bridge.state import ModuleTensor
 
-__all__ = ["COLLECTIVE", "DistributedTensors", "collective_problems", "distributed_of", "exchange"]
-
 _MOVES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
     "copy": lambda x, axis, group: x.clone(memory_format=torch.contiguous_format),
     "share": lambda x, axis, group: x / size_of(group),

@@ -41,10 +41,6 @@ from bridge.capture.passes.decompositions import COMPUTED_DRAWS, CUDA_ATTENTION,
 from bridge.capture.rows import Row, form_of, written_operands
 from bridge.guards import in_its_place
 
-__all__ = ["TORCHS", "UNTOLD", "DrawRecorder", "IsolatedRNG", "attends_by_products", "attention_advance"]
-__all__ += ["attention_rate", "draws", "draws_at", "match_draws", "unwatched"]
-__all__ += ["with_generator"]
-
 TORCHS = ("aten", "prims", "tvm_dispatch")
 """Namespaces of operators whose tags say whether they draw."""
 

@@ -40,8 +40,6 @@ from bridge.capture.thread_isolation import quiet
 from bridge.capture.twin import Twin
 from bridge.state import SampleCall
 
-__all__ = ["FakeRecord", "differences", "fake_leaves", "fake_run_of", "faking", "mode_of", "same_numbers"]
-
 log = channel("dispatch")
 
 _SLICE = aten.slice.Tensor

@@ -57,8 +57,6 @@ from bridge.capture.symbolic_run import POOLINGS
 from bridge.capture.training_graph import SizeNodes, TrainingGraph
 from bridge.capture.whole_functions import SHAPES
 
-__all__ = ["RAN", "FunctionalGraph", "drop_unused", "functional_graph"]
-
 _HANDED_ON = (WHERE, PATH, ROW, OWN, PART_OF)
 
 

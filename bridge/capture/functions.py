@@ -58,8 +58,6 @@ from bridge.capture.thread_isolation import functions_of_torch, replacements
 from bridge.capture.whole_functions import HANDLERS
 from bridge.guards import ADDRESSES, in_its_place, is_changeable
 
-__all__ = ["Functions"]
-
 _SETTERS = {torch.Tensor.data.__set__: "data", torch.Tensor.grad.__set__: "grad", torch.Tensor.grad.__delete__: "grad"}
 """Function that an assignment to a tensor's attribute calls -> the attribute."""
 _SWITCHES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__, torch.Tensor.detach_)

@@ -21,8 +21,6 @@ from bridge.capture.inplace_rules import InPlaceRules
 from bridge.guards import ABSENT, Reads, audited, in_its_place, profiled
 from bridge.state import moved_generators
 
-__all__ = ["CachedFunctions", "generator_watch"]
-
 # Without setstate: Dynamo restores the generator for every frame. A state that moves is found otherwise.
 _PYTHONS_DRAWS = ("random", "getrandbits", "seed")
 _DISTRIBUTIONS = os.path.join(TORCH_DIR, "distributions")

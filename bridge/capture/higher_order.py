@@ -35,9 +35,6 @@ from bridge.capture.custom_functions import functions_of_torchs
 from bridge.capture.draws import unwatched
 from bridge.capture.thread_isolation import own_function
 
-__all__ = ["ClosedFunction", "HigherOrder", "TorchFunctions", "as_python", "has_form"]
-
-
 if TYPE_CHECKING:
     from bridge.capture.recorder import OperatorRecorder
 

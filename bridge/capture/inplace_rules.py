@@ -17,9 +17,6 @@ from bridge.base.torch_internals import storage_id
 from bridge.capture.autograd_uses import CheckpointedReads, Derivatives
 from bridge.capture.custom_functions import function_running
 
-__all__ = ["CHANGES_ARGUMENT", "FOREIGN_DRAW", "PARAMETER_HINT", "SWITCHED", "InPlaceRules"]
-__all__ += ["overlaps", "overlaps_itself", "share_elements"]
-
 FOREIGN_DRAW = (
     f"{BY_DRAWS[1]}: a compiled call would repeat one number for ever",
     "draw with torch, or outside of the module and pass the number in",

@@ -23,8 +23,6 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.twin import Twin
 from bridge.guards import ABSENT, ClosureCell, Contents, Name, Reads, Slot, Snapshot, slot_of
 
-__all__ = ["KeptPlace", "KeptState", "kept_state"]
-
 
 @dataclass(frozen=True)
 class KeptPlace:

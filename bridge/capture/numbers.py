@@ -26,9 +26,6 @@ from bridge.base.torch_autograd import checkpoint_frame
 from bridge.base.torch_internals import pytree
 from bridge.capture.twin import Twin
 
-__all__ = ["Counted", "Counter", "NotArithmeticError", "NumberPlace", "is_number", "number_tensor"]
-__all__ += ["with_dynamic_scalars"]
-
 _EXACT = (torch.float32, torch.float64)
 #: Integers are computed as float64: up to this bound, they and their products of two are exact.
 _LARGEST_INT = 2**24

@@ -11,8 +11,6 @@ from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.state import constant_key
 
-__all__ = ["Draw", "DropoutOperand", "Observation", "Output", "Parameter", "StepMasks", "is_fused_attention"]
-
 
 @dataclass(frozen=True)
 class Parameter:

@@ -29,8 +29,6 @@ from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.applications import Application, application_of, form_of, key_of_application
 from bridge.capture.autograd_uses import saved_unseen
 
-__all__ = ["APPLY", "BACKWARD", "NotTraceable", "NotedContext", "Opaque", "is_opaque", "opaque"]
-
 
 class NotTraceable(Exception):
     """A Function cannot be traced; the message is the reason."""

@@ -22,8 +22,6 @@ from bridge.base.torch_internals import aten, has_own_kernel, implements_composi
 from bridge.base.torch_recording import has_casts, is_below_autocast
 from bridge.capture.rows import Record, Row, ValueRef, values_in, written
 
-__all__ = ["CAST", "LAYERED", "casts_first", "opening"]
-
 CAST = aten.to.dtype
 """The operator that autocast calls to cast."""
 LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)

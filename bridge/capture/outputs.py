@@ -23,9 +23,6 @@ from bridge.capture.recorder import OperatorRecorder
 from bridge.capture.refusals import CACHES, NO_CACHE
 from bridge.capture.rows import Form, ValueRef
 
-__all__ = ["describe_outputs", "geometry_of", "judge_replaced"]
-__all__ += ["unknown_results", "values_of", "whole_tensors", "with_wholes"]
-
 _CONTENTS = "return tensors, or a tuple, a list, a dict or a dataclass of them"
 
 

@@ -24,8 +24,6 @@ from bridge.base.modes import ambient_autocast
 from bridge.base.torch_internals import VF, TensorBase, aten, no_torch_function, pack_padded, pad_packed, pytree
 from bridge.base.torch_recording import own_operator
 
-__all__ = ["PACKED_LAYERS", "PackedSequences", "packed_layers"]
-
 _CELLS = {VF.lstm: "lstm", VF.gru: "gru", VF.rnn_tanh: "rnn_tanh", VF.rnn_relu: "rnn_relu"}
 _ZEROS = VF.zeros
 _WIDE = ({torch.float32}, {torch.float64})

@@ -34,8 +34,6 @@ from bridge.capture.rows import NumberRead
 from bridge.capture.scalar_guards import ScalarGuard
 from bridge.state import ModuleTensor
 
-__all__ = ["FUNCTIONS", "PreCallExpression", "certain", "constant", "recomputed", "shown", "uncounted"]
-
 #: Bounds on the work that a call repeats before its compiled forward: operators, elements of all their results.
 MAX_OPERATIONS, MAX_ELEMENTS = 64, 1 << 20
 MAX_LITERAL = 64

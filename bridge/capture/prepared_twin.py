@@ -31,8 +31,6 @@ from bridge.capture.twin import Twin
 from bridge.guards import Snapshot, in_its_place, reads_as_forward
 from bridge.state import SampleCall, own_attributes
 
-__all__ = ["PreparedTwin", "Protected", "attributes_of", "copier", "own_leaves", "paths_of", "with_attributes"]
-
 
 class PreparedTwin:
     """A twin on which forward runs.

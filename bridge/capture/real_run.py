@@ -44,8 +44,6 @@ from bridge.capture.values import Values
 from bridge.guards import ADDRESSES, Place, Reads, recorded_reads, told_otherwise
 from bridge.state import ModuleTensor, SampleCall, hooks_of, module_tensors
 
-__all__ = ["Given", "RealRun", "real_run_of"]
-
 
 class Given:
     """Inputs of a run: the module's tensors, the arguments, and tensors that are plain attributes of modules.

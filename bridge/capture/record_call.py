@@ -56,8 +56,6 @@ from bridge.capture.training_graph import TrainingGraph, training_graph
 from bridge.capture.values import fakes_of
 from bridge.state import SampleCall, tensor_problem
 
-__all__ = ["RecordedCall", "capture", "record_call"]
-
 
 def record_call(call: SampleCall) -> RecordedCall:
     """Runs a call in the module's current mode, on real numbers and on fake tensors.

@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from bridge.base.torch_internals import FakeTensorMode
     from bridge.capture.symbolic_run import Symbols
 
-__all__ = ["READS", "OperatorRecorder", "nested"]
 
 READS = {
     aten.item.default: "item",

@@ -18,9 +18,6 @@ from bridge.base.torch_distributed import is_distributed
 from bridge.base.torch_internals import pytree
 from bridge.state import SampleCall, hooks_of, tensor_problem, written_class
 
-__all__ = ["CACHES", "NO_CACHE", "check_call", "device_of_call", "explain_error", "shape_by_numbers"]
-__all__ += ["uninitialized"]
-
 #: Where transformers' caches of keys and values live, and what to do about one.
 CACHES = "transformers.cache_utils"
 NO_CACHE = "set model.config.use_cache = False: training has no use for the keys and values of earlier tokens"

@@ -18,10 +18,6 @@ from bridge.base.torch_internals import FakeTensor, OpOverload, aten, schema, st
 from bridge.base.torch_shapes import SYMBOLIC, hint
 from bridge.state import constant_key
 
-__all__ = ["Form", "NumberRead", "Record", "Row", "ValueRef", "at_hints"]
-__all__ += ["errors_noted", "form_of", "key_of", "leaves_in", "mapped", "may_write", "memory_of", "renamed"]
-__all__ += ["values_in", "written", "written_operands"]
-
 
 class ValueRef(NamedTuple):
     """A reference to a value, in the place of a tensor."""

@@ -21,10 +21,6 @@ from bridge.capture.refusals import check_call
 from bridge.guards import Reads, recorded_reads, undo
 from bridge.state import SampleCall, generators_put_back
 
-__all__ = ["ALL_COUNTS", "LEAST", "DynamicDim", "after_pre_hooks", "dynamic_dims", "normalize_sample"]
-__all__ += ["refuse_numbers"]
-
-
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

@@ -23,9 +23,6 @@ from bridge.base.errors import TORCH_DIR, Unsupported, is_user_file, line_of
 from bridge.base.torch_internals import VF, TensorBase
 from bridge.capture.prepared_twin import PreparedTwin
 
-__all__ = ["COUNTS", "FORMS", "ScalarGuard", "frozen", "line_of_reading"]
-__all__ += ["names_of_reader", "numbers_of", "same_numbers", "tensor_of", "written_arrays"]
-
 
 @dataclass(frozen=True)
 class ScalarGuard:

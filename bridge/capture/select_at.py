@@ -24,8 +24,6 @@ from bridge.capture.observation import Output
 from bridge.capture.passes.alias_analysis import WHERE, aliased, memory_at, written
 from bridge.capture.scalar_guards import FORMS
 
-__all__ = ["AS_STRIDED", "SELECT_AT", "at_numbers", "selected", "shared_views", "spell_selections"]
-
 
 def _select_at(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     return x.select(dim, 0 if isinstance(index, FakeTensor) else int(index))

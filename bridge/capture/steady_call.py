@@ -52,8 +52,6 @@ from bridge.capture.scalar_guards import ScalarGuard
 from bridge.guards import Undo, contents_of, needs_first_call, put_back, undo
 from bridge.state import SampleCall
 
-__all__ = ["SteadyCall", "in_attempts", "loops_found", "loops_tell", "steady_call"]
-
 log = channel("dispatch")
 
 _EVERY_CALL = "Python state that forward changes at every call; a compiled call runs no Python"

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 from bridge.capture.real_run import RealRun
 from bridge.state import SampleCall
 
-__all__ = ["recorded_with_extents"]
-
 _NO_FORM = "a size that is no expression of the arguments' sizes"
 _FIXED = "forward is for the sample's numbers alone"
 _CONTIGUOUS = "call .contiguous() on it"

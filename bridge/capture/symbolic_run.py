@@ -30,8 +30,6 @@ from bridge.capture.rows import Form, Record, Row, ValueRef, at_hints, leaves_in
 from bridge.capture.sample import DynamicDim
 from bridge.capture.whole_functions import SHAPES
 
-__all__ = ["POOLINGS", "Symbols", "symbolic_leaf"]
-
 _SLICE = aten.slice.Tensor
 _END = 2**63 - 1
 _SHAPE_OF_NUMBERS = f"the shape of a result {BY_NUMBERS}, and sizes vary"

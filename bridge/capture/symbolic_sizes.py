@@ -22,8 +22,6 @@ from bridge.base.torch_shapes import conclusions, environment, expression, is_de
 from bridge.capture.observation import Draw, DropoutOperand, Observation, Output, Parameter
 from bridge.capture.sample import LEAST, DynamicDim
 
-__all__ = ["NotTranslatedError", "SymbolicSizes", "TensorMetadata", "at_sample", "each_mapped", "extent_of", "holds"]
-
 _SPECIAL = 'dispatch it without dynamic_shapes for that dimension: on_miss="compile" makes an entry for each size'
 
 

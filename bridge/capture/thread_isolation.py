@@ -38,9 +38,6 @@ from bridge.base.torch_internals import (
 )
 from bridge.state import generators_put_back
 
-__all__ = ["CAPTURES", "is_capturing", "is_traced_here", "one_capture_at_a_time"]
-__all__ += ["as_loud_as_eager", "functions_of_torch", "own_function", "quiet", "recording", "replacements"]
-
 
 @contextmanager
 def recording() -> Iterator[None]:

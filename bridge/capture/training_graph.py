@@ -29,8 +29,6 @@ from bridge.capture.symbolic_sizes import NotTranslatedError
 _CLAMPS = {aten.clamp_.default: aten.clamp.default, aten.clamp_min_.default: aten.clamp_min.default}
 _OTHER_FORMULA = "is decomposed, and has another derivative then than autograd's formula"
 
-__all__ = ["SizeNodes", "TrainingGraph", "clamps_unseen", "training_graph"]
-
 
 @dataclass
 class TrainingGraph:

@@ -21,8 +21,6 @@ from torch import nn
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.state import dict_of, kept, kind_of_container
 
-__all__ = ["Twin"]
-
 _MOST = 200_000
 """The most objects that the copy explores; objects reached after that are shared."""
 

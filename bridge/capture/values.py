@@ -17,9 +17,6 @@ from bridge.base.torch_internals import FakeTensor, FakeTensorMode, innermost_tr
 from bridge.base.torch_recording import has_wrapper
 from bridge.capture.rows import Record, ValueRef, form_of, memory_of, values_in, written
 
-__all__ = ["Replayed", "Values", "fakes_of", "without_graph"]
-
-
 _HOLES = 2**26
 """Bytes that rows allocate between two returns of free memory to the system."""
 

@@ -23,8 +23,6 @@ from bridge.base.torch_internals import VF, OpOverload, TensorBase, aten, pytree
 from bridge.base.torch_recording import own_operator
 from bridge.base.torch_shapes import check_places
 
-__all__ = ["HANDLERS", "SHAPES"]
-
 SHAPES: dict[OpOverload, Callable[..., Any]] = {}
 """Operator that stays whole → a function of its arguments: an empty tensor with the result's metadata, or
 ``NotImplemented`` where the operator itself works."""

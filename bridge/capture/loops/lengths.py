@@ -29,8 +29,6 @@ from bridge.state import SampleCall
 if TYPE_CHECKING:
     from bridge.capture.real_run import RealRun
 
-__all__ = ["AnyLength", "LoopedCall", "Varying", "comparable", "looped_run", "of_any_length", "run_of_any_length"]
-
 
 class RolledMetadata(NamedTuple):
     """A rolled record as data, which is equal for two records of one function of the inputs.

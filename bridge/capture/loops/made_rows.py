@@ -16,8 +16,6 @@ from bridge.capture.loops.proven_loop import StepParts
 from bridge.capture.observation import Draw
 from bridge.capture.rows import Form, Record, Row, ValueRef, form_of, mapped, values_in
 
-__all__ = ["MadeRows"]
-
 _META = torch.device("meta")
 
 

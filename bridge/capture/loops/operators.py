@@ -19,8 +19,6 @@ import torch.fx
 
 from bridge.base.torch_recording import own_operator
 
-__all__ = ["FIRST", "LAST", "MARKS", "PART", "STEPS"]
-
 
 def _like(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
     return tensor.new_empty_strided(tensor.shape, tensor.stride())

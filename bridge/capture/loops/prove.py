@@ -38,9 +38,6 @@ from bridge.capture.loops.row_calls import NotRolledError, RowCalls
 from bridge.capture.observation import Draw, StepMasks
 from bridge.capture.rows import Record, values_in
 
-__all__ = ["FUSED", "MOST_OPERATORS", "PeriodicRun", "draw_of_steps", "draws_by_itself", "dropping", "find_loops"]
-__all__ += ["reached_from", "unrolled_rows"]
-
 log = channel("dispatch")
 
 LEAST_STEPS = 4

@@ -14,19 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = [
-    "FURTHEST",
-    "Carry",
-    "Constant",
-    "Local",
-    "Part",
-    "Producer",
-    "ProvenLoop",
-    "Role",
-    "StepParts",
-    "step_parts",
-]
-
 FURTHEST = 4
 """The number of steps that a carry may look back."""
 

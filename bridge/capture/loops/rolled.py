@@ -36,9 +36,6 @@ from bridge.capture.opened import casts_first
 from bridge.capture.rows import Form, Record, Row, ValueRef, mapped, values_in
 from bridge.capture.training_graph import clamps_unseen
 
-__all__ = ["LEAST_ROWS", "Rolled", "rolled_up"]
-
-
 log = channel("dispatch")
 
 LEAST_ROWS = 100

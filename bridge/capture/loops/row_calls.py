@@ -39,8 +39,6 @@ from bridge.capture.observation import Draw
 from bridge.capture.passes.decompositions import may_raise
 from bridge.capture.rows import Form, Record, Row, ValueRef, key_of, mapped, values_in, written
 
-__all__ = ["COMPARING", "CREATING", "NotRolledError", "RowCall", "RowCalls", "calls_of"]
-
 
 class NotRolledError(Exception):
     """The loops of a record cannot be rolled up; the message is the reason."""

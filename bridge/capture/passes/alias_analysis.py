@@ -17,9 +17,6 @@ from bridge.base.torch_internals import OpOverload, aten, pytree, schema
 from bridge.base.torch_recording import own_operator
 from bridge.capture.rows import memory_of
 
-__all__ = ["MEMORY", "OF", "OVERWRITTEN", "PATH", "ROW", "STOPPED", "STOP_GRADIENT", "WHERE", "Aliases", "aliased"]
-__all__ += ["is_detach", "is_view", "memory_at", "refused_at", "told", "write_through_views", "written"]
-
 STOP_GRADIENT = own_operator("stop_gradient(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 OVERWRITTEN = own_operator(
     "overwritten(Tensor x, str name) -> Tensor", lambda x, name: x.clone(), lambda x, name: torch.empty_like(x)

@@ -28,10 +28,6 @@ from bridge.capture.opened import LAYERED
 from bridge.capture.passes.alias_analysis import told
 from bridge.capture.whole_functions import SHAPES
 
-__all__ = ["CELLS", "COMPUTED_DRAWS", "CUDA_ATTENTION", "PRESERVED", "RECURRENT_LAYERS", "UPSAMPLES", "WHOLE"]
-__all__ += ["composite_formulas", "diagonal_filled", "formulas", "instance_norm", "keep_layers_whole", "may_raise"]
-__all__ += ["tables", "whole_operators"]
-
 #: Operators that torch decomposes, and that are computed by its kernel, with its derivative, as operators without a
 #: conversion are (:mod:`bridge.aten.any_operator`). They are deterministic and functional (no views, no writes), their
 #: shapes do not depend on numbers, and another formula would only round differently.

@@ -37,8 +37,6 @@ from bridge.capture.passes.alias_analysis import (
 )
 from bridge.capture.passes.decompositions import keep_layers_whole
 
-__all__ = ["PART_OF", "STOP_GRADIENT", "link_functions", "mark_overwritten", "prepare"]
-
 PART_OF = "part of"
 """The key in ``meta`` of the operator that autograd differentiates by one formula."""
 
