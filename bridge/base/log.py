@@ -27,7 +27,7 @@ CHANNELS: Mapping[str, str] = {
     "passes": "a line for each pass: name, milliseconds, nodes before -> after; the IR after it",
     "partition": "what is saved for the backward and what is computed again; a reason for every tensor",
     "guards": "calls that run eager, and what differed",
-    "fallbacks": "operators that torch computes, or for which there is only a generic kernel",
+    "fallbacks": "operators that torch computes",
     "cache": "what the disk cache gave and took; why it is not used",
     "compile": "compiled programs: steps, bytes, seconds by stage; every step",
     "dispatch": "entries that are added, evicted, refused",

@@ -9,17 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tvm.relax import op
 
 from bridge import add_tvm_dispatch, stats
 from bridge.base.session import SESSION
-from bridge.compile import CompileOptions, Launch, backend_for, compile_function
+from bridge.compile import Launch
 from bridge.compile.cuda.executor import POOLS
 from bridge.compile.cuda.nvrtc import disassembler
 from bridge.library import FUNCTIONS
 from bridge.library.attention import FORMULA, KERNELS
 from bridge.library.registry import ALIGNMENT, invoke
-from tests.bridge.compile_helpers import function
 from tests.device import DEVICE
 
 pytestmark = [
@@ -254,14 +252,3 @@ def test_library_results_begin_where_vectors_may():
     made = invoke(lambda given: tuple(given.unbind(0)), [x[0:3]], [x])
     assert all(each.data_ptr() % ALIGNMENT == 0 for each in made)
     assert all(torch.equal(each, row) for each, row in zip(made, x, strict=True))
-
-
-def test_what_tvm_legalizes_runs():
-    def resized(emit, x):
-        return [emit(op.image.resize2d(x, (8, 8), method="nearest_neighbor"))]
-
-    func = function([((1, 2, 4, 4), "float32")], resized)
-    program = compile_function(func, name="test", options=CompileOptions.current(backend_for("cuda")))
-    x = torch.randn(1, 2, 4, 4, device="cuda")
-    (made,) = program([x])
-    assert torch.equal(made, x.repeat_interleave(2, 2).repeat_interleave(2, 3))

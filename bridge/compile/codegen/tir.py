@@ -15,14 +15,11 @@ from autodiff.ir import compute_type, itemsize
 from bridge.compile.codegen.emit import Emitter, different
 from bridge.compile.loop_ir.operations import Argument, Number, Term
 
-__all__ = ["INDEX", "LOOPS_ATTR", "SHARED_ATTR", "LaunchArguments", "LoopScope", "const"]
+__all__ = ["INDEX", "SHARED_ATTR", "LaunchArguments", "LoopScope", "const"]
 __all__ += ["converted", "flat_buffer", "loop", "loop_function", "lower_loops", "rounded", "sequence"]
 
 INDEX = "int64"
 """Index type of functions that serve every shape."""
-
-LOOPS_ATTR = "bridge.loops"
-"""Marks PrimFuncs that are loops from the start: they need fewer passes than schedulable blocks."""
 
 SHARED_ATTR = "bridge.shared"
 """Marks PrimFuncs that serve every shape: built separately, and kept in the cache even when unused."""
@@ -82,7 +79,7 @@ def loop(
 
 def loop_function(params: Sequence[Var | Buffer], body: Stmt, *, shared: bool = False) -> PrimFunc:
     """A PrimFunc from loops; ``shared``: see :data:`SHARED_ATTR`."""
-    attributes = {"tirx.noalias": True, "tirx.is_scheduled": True, LOOPS_ATTR: True}
+    attributes = {"tirx.noalias": True, "tirx.is_scheduled": True}
     return PrimFunc(list(params), body).with_attr({**attributes, SHARED_ATTR: True} if shared else attributes)
 
 

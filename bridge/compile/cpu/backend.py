@@ -21,7 +21,7 @@ from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import CpuLibraries, kernel_source
 from bridge.compile.cpu.gemm import gemm_function, packed_gemm_function, packing_function
 from bridge.compile.cpu.gemm_tile import register_tile
-from bridge.compile.cpu.loops import ColumnLoops, RowLoops, scheduled
+from bridge.compile.cpu.loops import ColumnLoops, RowLoops
 from bridge.compile.cpu.products import CpuProducts, Multiply, generated_types
 from bridge.compile.cpu.threads import step_driver
 from bridge.compile.loop_ir.operations import Packing, PackPlan, ProductPlan
@@ -61,7 +61,6 @@ LIMITS = Limits.of(
     parallel_steps=100_000,  # a step's threads are still awake
     parallel_columns=150_000,
     parallel_second_stage=32_768,
-    parallel_legalized=16_384,
     tasks=64,
     column_vectors=4,
 )
@@ -160,9 +159,6 @@ class CpuBackend(Backend):
             case ColumnPlan():
                 return ColumnLoops(plan).build()
         return RowLoops(plan).build()
-
-    def legalized(self, function: PrimFunc) -> PrimFunc:
-        return scheduled(function, self.limits.threads.parallel_legalized)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         return build_kernels(functions, self._code_key, CpuLibraries(self.target))

@@ -16,7 +16,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from bridge.base.log import channel
-from bridge.compile.codegen.tir import LOOPS_ATTR, lower_loops
+from bridge.compile.codegen.tir import lower_loops
 from bridge.compile.cpu.threads import CONNECT, connect_function, launcher
 from bridge.compile.runtime.build import REFUSALS, library_bytes, loaded
 
@@ -64,15 +64,13 @@ tirx.register_tir_pipeline("bridge_loops", lower_loops)
 
 _LEVEL_OF_LOOPS = {"opt-level": 1}
 """LLVM's optimization of generated loops, which are in vectors and blocks already: the kernels of BERT, ResNet-50 and a
-LayerNorm-LSTM take as long as at level 3, the default, in two thirds of its compilation. TVM's own loops need level 3.
+LayerNorm-LSTM take as long as at level 3, the default, in two thirds of its compilation.
 """
 
 
-def _compiled(funcs: Mapping[str, PrimFunc], target: Target, loops: bool) -> tvm.runtime.Module:
+def _compiled(funcs: Mapping[str, PrimFunc], target: Target) -> tvm.runtime.Module:
     module = IRModule({name: func.with_attr("global_symbol", name) for name, func in funcs.items()})
-    if loops:
-        target = Target({**target.export(), **_LEVEL_OF_LOOPS})
-    return tvm.tirx.build(module, target, pipeline="bridge_loops" if loops else "default")
+    return tvm.tirx.build(module, Target({**target.export(), **_LEVEL_OF_LOOPS}), pipeline="bridge_loops")
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,12 @@ class CpuLibraries:
         """The target, the processor features that LLVM detects, LLVM's version, the launcher of parallel loops."""
         return str(self.target), features(), llvm_version(), "tvm" if launcher() is None else "torch"
 
-    def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
-        return _connected(self._unconnected(functions, loops))
+    def build(self, functions: Mapping[str, PrimFunc]) -> tvm.runtime.Module:
+        return _connected(self._unconnected(functions))
 
-    def build_bytes(self, functions: Mapping[str, PrimFunc], loops: bool) -> tuple[tvm.runtime.Module, bytes | None]:
+    def build_bytes(self, functions: Mapping[str, PrimFunc]) -> tuple[tvm.runtime.Module, bytes | None]:
         """LLVM's object code, linked, and loaded as another process would load it; the same machine code."""
-        library = self._unconnected(functions, loops)
+        library = self._unconnected(functions)
         try:
             content = library_bytes(library)
             return self.load(content), content
@@ -105,9 +103,9 @@ class CpuLibraries:
     def load(self, content: bytes) -> tvm.runtime.Module:
         return _connected(loaded(content))
 
-    def _unconnected(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
+    def _unconnected(self, functions: Mapping[str, PrimFunc]) -> tvm.runtime.Module:
         more = {} if launcher() is None else {CONNECT: connect_function()}
-        return _compiled({**functions, **more}, self.target, loops)
+        return _compiled({**functions, **more}, self.target)
 
 
 def _connected(library: tvm.runtime.Module) -> tvm.runtime.Module:
@@ -127,5 +125,4 @@ def kernel_source(func: PrimFunc, name: str, target: Target, form: str) -> str:
         raise ValueError(f"form: wanted one of {', '.join(map(repr, _FORMS))}, got {form!r}")
     if _FORMS[form] is None:
         return func.with_attr("global_symbol", name).script()
-    library = _compiled({name: func}, target, bool(func.attrs.get(LOOPS_ATTR, False)))
-    return library.inspect_source(_FORMS[form])
+    return _compiled({name: func}, target).inspect_source(_FORMS[form])

@@ -10,11 +10,9 @@ would need concatenated vectors, which cost LLVM a second.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
-import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.tirx import Bind, Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, PrimFunc, Stmt, Var
 
 from autodiff.ir import compute_type, itemsize
@@ -26,7 +24,7 @@ from bridge.compile.cpu.threads import if_profitable
 from bridge.compile.schedule.products import ColumnPlan, ColumnSection
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
-__all__ = ["ColumnLoops", "RowLoops", "scheduled", "transpose", "transposition"]
+__all__ = ["ColumnLoops", "RowLoops", "transpose", "transposition"]
 
 
 class RowLoops:
@@ -293,29 +291,3 @@ def transposition(dtype: str, lanes: int) -> str:
             f"  store {vector} {value}, ptr %target{i}, align {itemsize(dtype)}",
         ]
     return "\n".join([*lines, "  ret i32 0", "}", ""])
-
-
-def scheduled(func: PrimFunc, parallel: int) -> PrimFunc:
-    """Fuses and parallelizes the spatial loops of each block of at least ``parallel`` iterations.
-
-    Leaves functions without schedulable blocks (sorts, scans, scatters) unchanged.
-    """
-    sch = s_tir.Schedule(func)
-    try:
-        blocks = sch.get_child_blocks(sch.get_sblock("root"))
-    except tvm.error.InternalError:
-        return func
-    for block in blocks:
-        loops = sch.get_loops(block)
-        iterators = sch.get(block).iter_vars
-        if len(loops) != len(iterators) or not loops or sch.get_child_blocks(block):
-            continue
-        data_parallel = tirx.IterVar.DataPar
-        spatial = 0
-        while spatial < len(loops) and iterators[spatial].iter_type == data_parallel:
-            spatial += 1
-        if spatial == 0:
-            continue
-        if math.prod(int(sch.get(loop).extent) for loop in loops) >= parallel:
-            sch.parallel(sch.fuse(*loops[:spatial]) if spatial > 1 else loops[0])
-    return sch.mod["main"]

@@ -1,8 +1,6 @@
 """The CUDA backend: a GPU → kernels and machine code for it; matrix products are torch's.
 
 Kernels: a plan → a PrimFunc, which reads the launch's integers on the host and contains one or more launches.
-
-Schedules of functions that TVM legalized, for CUDA: spatial loops bound to blocks and threads.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from functools import cache, partial
 import torch
 from tvm import relax
 from tvm.ir import IRModule
-from tvm.s_tir import dlight
-from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from bridge.base.torch_cuda import SETTINGS, products_are_tf32
@@ -28,7 +24,6 @@ from bridge.compile.cuda.build import (
     hold,
     kernel_source,
     launch_shapes,
-    target_of,
 )
 from bridge.compile.cuda.columns import ColumnLaunches
 from bridge.compile.cuda.elements import PoolLaunch, elements, lookup
@@ -51,7 +46,7 @@ from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.products import ColumnPlan
 from bridge.compile.schedule.row_plan import KernelBuffers, RowPlan
 
-__all__ = ["CudaBackend", "architecture", "generate", "scheduled"]
+__all__ = ["CudaBackend", "architecture", "generate"]
 
 
 _LARGE = 4 << 20
@@ -85,19 +80,6 @@ def _generate_fused(plan: HorizontalFusionPlan) -> PrimFunc:
     outputs = [buffer for _, buffers, _ in parts for buffer in buffers.outputs.values()]
     launches = elements(parts)
     return loop_function([*inputs, *outputs, *number.params], sequence([*number.stmts, *launches]))
-
-
-def scheduled(func: PrimFunc, target: Target) -> PrimFunc:
-    """Binds every block's spatial loops to threads; reductions stay serial, in the order of a serial loop.
-
-    ``NotImplementedError`` for a function without schedulable blocks (sorts, scans, scatters).
-    """
-    with target:
-        module = dlight.ApplyDefaultSchedule(dlight.gpu.Fallback())(IRModule({"main": func}))
-    made = module["main"]
-    if not made.attrs.get("tirx.is_scheduled", False):
-        raise NotImplementedError("a function that TVM legalizes to a serial one, which is no kernel for a GPU")
-    return made
 
 
 def architecture(index: int) -> str:
@@ -161,9 +143,6 @@ class CudaBackend(Backend):
                 return generate(plan)
         raise NotImplementedError(f"products on CUDA are torch's, not generated: {plan}")
 
-    def legalized(self, function: PrimFunc) -> PrimFunc:
-        return scheduled(function, target_of(self.arch))
-
     @property
     def adds_float64(self) -> bool:
         return self.arch in FLOAT64_ARCHITECTURES
@@ -181,7 +160,7 @@ class CudaBackend(Backend):
         return sorts(plan, length)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
-        kernels = build_kernels(functions, self._code_key, CudaLibraries(self.arch), together=True)
+        kernels = build_kernels(functions, self._code_key, CudaLibraries(self.arch))
         hold(kernels)
         return kernels
 

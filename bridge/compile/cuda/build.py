@@ -33,7 +33,7 @@ from functools import partial
 
 import tvm
 import tvm_ffi
-from tvm import relax, s_tir, sym, tirx
+from tvm import relax, sym, tirx
 from tvm.ir import GlobalVar, IRModule
 from tvm.ir.expr import TensorLoad
 from tvm.runtime import Module
@@ -45,7 +45,7 @@ from autodiff.ir import compute_type, itemsize
 from bridge.base.log import channel
 from bridge.base.threads import free_in_children, serves
 from bridge.compile.backend import Built
-from bridge.compile.codegen.tir import LOOPS_ATTR, lower_loops
+from bridge.compile.codegen.tir import lower_loops
 from bridge.compile.cuda.emitter import PREAMBLE
 from bridge.compile.cuda.limits import SHARED_BYTES, WARP
 from bridge.compile.cuda.nvrtc import compiled, disassembled, made_for
@@ -146,18 +146,12 @@ def _with_preamble(source: str) -> str:
 def _lowered(functions: Mapping[str, PrimFunc], target: Target) -> tuple[IRModule, IRModule]:
     """Splits functions into host functions and kernels, both lowered."""
     named = {name: func.with_attr("global_symbol", name) for name, func in functions.items()}
-    host, device = IRModule({}), IRModule({})
-    for loops in (True, False):
-        chosen = {name: func for name, func in named.items() if bool(func.attrs.get(LOOPS_ATTR, False)) is loops}
-        if not chosen:
-            continue
-        lower, finish_host, finish_device = lower_loops() if loops else s_tir.pipeline.default_s_tir_pipeline()
-        module = lower(tirx.transform.BindTarget(target)(IRModule(chosen)))
-        of_host, of_device = split_host_device_mods(module)
-        host.update(finish_host()(of_host))
-        for kernels in of_device.values():
-            device.update(finish_device()(kernels))
-    return host, device
+    lower, finish_host, finish_device = lower_loops()
+    host, of_device = split_host_device_mods(lower(tirx.transform.BindTarget(target)(IRModule(named))))
+    device = IRModule({})
+    for kernels in of_device.values():
+        device.update(finish_device()(kernels))
+    return finish_host()(host), device
 
 
 def _host_module(module: IRModule) -> Module:
@@ -271,13 +265,13 @@ class CudaLibraries:
             return None
         return self.arch, str(HOST_TARGET), *made_for()
 
-    def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> Module:
+    def build(self, functions: Mapping[str, PrimFunc]) -> Module:
         let_go()
         return build_library(functions, self.arch)
 
-    def build_bytes(self, functions: Mapping[str, PrimFunc], loops: bool) -> tuple[Module, bytes | None]:
+    def build_bytes(self, functions: Mapping[str, PrimFunc]) -> tuple[Module, bytes | None]:
         """The library as another process would load it."""
-        library = self.build(functions, loops)
+        library = self.build(functions)
         try:
             content = library_bytes(library)
             return self.load(content), content

@@ -221,7 +221,7 @@ def _names() -> Iterator[str]:
 
 @functools.cache
 def _include_paths() -> tuple[str, ...]:
-    """Include options for functions that TVM legalized: for half types, its source includes CUDA's headers."""
+    """Include options for an exported forward: for half types, the source that TVM makes includes CUDA's headers."""
     folders = [folder.parent / "include" for folder in _folders()]
     return tuple(f"--include-path={folder}" for folder in folders if (folder / "cuda_fp16.h").exists())
 

@@ -7,7 +7,7 @@ Five kinds of node, each with *dense* results:
   reduction otherwise;
 * :class:`LibraryCall` — torch computes it (:mod:`bridge.library`); a :class:`LoopCall`, a program of its own;
 * :class:`Product` — a matrix product in generated code (:mod:`bridge.compile.loop_ir.operations`);
-* :class:`Fallback` — one function: TVM's legalization of a Relax operator, or a kernel of the backend's own.
+* :class:`KernelCall` — a kernel of the backend's own.
 
 A shape operation is no node, but the :class:`~bridge.compile.loop_ir.views.View` of an :class:`Operand`.
 
@@ -34,7 +34,7 @@ from autodiff.scan import Scan
 from bridge.compile.loop_ir.operations import ProductPlan
 from bridge.compile.loop_ir.views import View, dense, is_dense, permute
 
-__all__ = ["Concat", "Dense", "Fallback", "Graph", "Join", "LayoutAgnostic", "LibraryCall", "LoopCall", "MatMul"]
+__all__ = ["Concat", "Dense", "Graph", "Join", "KernelCall", "LayoutAgnostic", "LibraryCall", "LoopCall", "MatMul"]
 __all__ += ["Node", "OneOperand", "OneOut", "Operand", "Pad", "Pointwise", "Positions", "Product", "Reduction"]
 __all__ += ["Result", "Scalar", "Shaped", "Value", "eliminate_dead_code", "is_turned", "readers_of", "whole"]
 
@@ -184,7 +184,7 @@ class LoopCall(LibraryCall):
 
 
 @dataclass(frozen=True, eq=False)
-class Fallback:
+class KernelCall:
     """One PrimFunc in destination-passing style: ``kernel(operands…, outs…, scalars…)``, all tensors dense;
     ``scalars``: integers of each launch."""
 
@@ -207,7 +207,7 @@ class Product(OneOut):
     plan: ProductPlan
 
 
-Node = Pointwise | Reduction | LibraryCall | Fallback | Product
+Node = Pointwise | Reduction | LibraryCall | KernelCall | Product
 
 
 @dataclass(frozen=True)

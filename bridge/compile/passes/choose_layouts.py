@@ -32,9 +32,9 @@ from autodiff.ir import inverse
 from bridge.compile.loop_ir.graph import (
     Concat,
     Dense,
-    Fallback,
     Graph,
     Join,
+    KernelCall,
     LayoutAgnostic,
     LibraryCall,
     LoopCall,
@@ -141,7 +141,7 @@ def choose_layouts(
 def _soon(nodes: Sequence[Node], copies: Collection[Node]) -> list[Node]:
     """Moves each of the copies right after the library call or product whose result it reads: a consumer of one copied
     result then need not wait for all. A kernel stores a copy of its own result at once."""
-    makers = {out for node in nodes if isinstance(node, LibraryCall | Fallback | Product) for out in node.outs}
+    makers = {out for node in nodes if isinstance(node, LibraryCall | KernelCall | Product) for out in node.outs}
     behind: dict[Value, list[Node]] = defaultdict(list)
     for copy in copies:
         (read,) = copy.operands

@@ -28,8 +28,8 @@ from tvm.tirx import PrimFunc
 
 from autodiff.extents import Dim, Extent, same, same_shape, sample_of
 from bridge.compile.loop_ir.graph import (
-    Fallback,
     Graph,
+    KernelCall,
     LayoutAgnostic,
     LibraryCall,
     Node,
@@ -236,7 +236,7 @@ def generate_lookups(graph: Graph, rules: Rules) -> Graph:
     return replace(graph, nodes=placed.nodes)
 
 
-def _generated_lookup(node: LibraryCall, placed: Placed, rules: Rules) -> Fallback | None:
+def _generated_lookup(node: LibraryCall, placed: Placed, rules: Rules) -> KernelCall | None:
     """The kernel call in place of a library call, operands placed; ``None``: keep the library call."""
     if (found := _lookup(node)) is not None:
         kernel = rules.lookup(found)
@@ -261,11 +261,11 @@ def _generated_lookup(node: LibraryCall, placed: Placed, rules: Rules) -> Fallba
     return _call(node, (rows, whole(keys)), node.outs, kernel)
 
 
-def _call(node: LibraryCall, operands: Sequence[Operand], outs: Sequence[Value], kernel: PrimFunc) -> Fallback:
+def _call(node: LibraryCall, operands: Sequence[Operand], outs: Sequence[Value], kernel: PrimFunc) -> KernelCall:
     """A kernel in place of a library call; a dynamic number of indices is a launch argument."""
     length = node.operands[1].view.numel
     scalars = (length,) if isinstance(length, Extent) else ()
-    return Fallback(f"library.{node.name}", tuple(operands), tuple(outs), kernel, scalars)
+    return KernelCall(f"library.{node.name}", tuple(operands), tuple(outs), kernel, scalars)
 
 
 def _number(length: Dim) -> int | Argument:
@@ -345,7 +345,7 @@ def _generated(node: Node, rules: Rules) -> Node | None:
     if math.prod(map(plan.overlapping, (0, 1))) > _MOST_WINDOWS:
         return None
     kernel = rules.pool_gradient(plan)
-    return None if kernel is None else Fallback(f"library.{_NAME}", tuple(map(whole, values)), node.outs, kernel)
+    return None if kernel is None else KernelCall(f"library.{_NAME}", tuple(map(whole, values)), node.outs, kernel)
 
 
 def _as_it_lies(operand: Operand) -> Value | None:

@@ -35,7 +35,7 @@ from bridge.base.log import Stopwatch
 from bridge.base.session import SESSION
 from bridge.base.threads import free_in_children, raise_deferred
 from bridge.compile.backend import Built
-from bridge.compile.codegen.tir import LOOPS_ATTR, SHARED_ATTR
+from bridge.compile.codegen.tir import SHARED_ATTR
 from bridge.compile.runtime.elf import CannotLinkError, shared_library
 from bridge.compile.runtime.kernel_store import KernelTexts, Libraries, stored_or_built
 
@@ -266,21 +266,15 @@ _LOCK = free_in_children(threading.Lock())
 _SHARED: list[Built] = SESSION.cache("programs", [])
 
 
-def _library_of(name: str, func: PrimFunc) -> tuple[bool, str]:
-    """Whether a function consists of loops already, and its group of functions for one library."""
-    return bool(func.attrs.get(LOOPS_ATTR, False)), name if func.attrs.get(SHARED_ATTR, False) else ""
-
-
-def build_kernels(
-    funcs: Sequence[tuple[str, PrimFunc]], key: str, libraries: Libraries, *, together: bool = False
-) -> list[Built]:
+def build_kernels(funcs: Sequence[tuple[str, PrimFunc]], key: str, libraries: Libraries) -> list[Built]:
     """Machine code for named PrimFuncs, built in the background; equal functions share it while it is in use.
+
+    One library for all; one of its own for each that serves every shape.
 
     Args:
         funcs: names and functions.
         key: of the backend; functions of different backends share nothing.
         libraries: makes a library of functions.
-        together: one library for all, even with schedulable blocks; ``libraries`` is told that all are loops.
     """
     keys = [(key, structural_hash(func)) for _, func in funcs]
     with _LOCK:
@@ -291,14 +285,14 @@ def build_kernels(
             pending = any(k == own and structural_equal(func, f) for k, f in missing.values())
             if held[-1] is None and not pending:
                 missing[name] = (own, func)
-        wanted: dict[tuple[bool, str], dict[str, tuple[tuple[str, int], PrimFunc]]] = {}
+        wanted: dict[str, dict[str, tuple[tuple[str, int], PrimFunc]]] = {}
         for name, (own, func) in missing.items():
-            wanted.setdefault((True, "") if together else _library_of(name, func), {})[name] = (own, func)
-        for (loops, alone), chosen in wanted.items():
+            wanted.setdefault(name if func.attrs.get(SHARED_ATTR, False) else "", {})[name] = (own, func)
+        for alone, chosen in wanted.items():
             raise_deferred()
             functions = {name: func for name, (_, func) in chosen.items()}
             kernels = KernelTexts(functions)
-            made = Build(partial(stored_or_built, kernels, loops, key, libraries), kernels.read)
+            made = Build(partial(stored_or_built, kernels, key, libraries), kernels.read)
             for name, (own, func) in chosen.items():
                 built = Built(
                     lambda name=name, made=made: made.result()[name],

@@ -76,10 +76,10 @@ class Libraries(Protocol):
     def key(self) -> tuple[str, ...] | None:
         """The machine code's dependencies besides the backend's key; ``None`` if libraries cannot be kept."""
 
-    def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
-        """Builds one library; ``loops``: the functions consist of loops already."""
+    def build(self, functions: Mapping[str, PrimFunc]) -> tvm.runtime.Module:
+        """Builds one library."""
 
-    def build_bytes(self, functions: Mapping[str, PrimFunc], loops: bool) -> tuple[tvm.runtime.Module, bytes | None]:
+    def build_bytes(self, functions: Mapping[str, PrimFunc]) -> tuple[tvm.runtime.Module, bytes | None]:
         """The same, with the library's bytes for :meth:`load`; ``None`` if it cannot be kept."""
 
     def load(self, content: bytes) -> tvm.runtime.Module:
@@ -112,14 +112,12 @@ class KernelTexts:
         _ = self.by_name
 
 
-def stored_or_built(
-    kernels: KernelTexts, loops: bool, backend: str, libraries: Libraries
-) -> tvm.runtime.Module | KeptFunctions:
+def stored_or_built(kernels: KernelTexts, backend: str, libraries: Libraries) -> tvm.runtime.Module | KeptFunctions:
     """Machine code by name. If several processes want the same functions at once, one builds them."""
     functions, store, made_for, texts = kernels.functions, kernels.store, libraries.key, kernels.by_name
     if made_for is None or texts is None:
-        return libraries.build(functions, loops)
-    keys = {name: of_this_package(_KERNEL, backend, made_for, loops, text) for name, text in texts.items()}
+        return libraries.build(functions)
+    keys = {name: of_this_package(_KERNEL, backend, made_for, text) for name, text in texts.items()}
     found = KeptFunctions(_stored(store, _entries(store, keys), keys, libraries))
     if len(found) < len(keys):  # a process that is writing them writes the library first
         found.update(_of_library(store, key_of(_LIBRARY, sorted(keys.values())), keys, libraries) or {})
@@ -133,7 +131,7 @@ def stored_or_built(
         return _of_library(store, group, {name: keys[name] for name in missing}, libraries)
 
     def make() -> dict[str, tvm_ffi.Function]:
-        library, content = libraries.build_bytes(missing, loops)
+        library, content = libraries.build_bytes(missing)
         if content is not None:
             symbols = {keys[name]: name for name in missing}
             parts = {"library": content} | to_parts(symbols)

@@ -15,8 +15,8 @@ from bridge.base.log import Stopwatch
 from bridge.base.threads import raise_deferred
 from bridge.compile.backend import Backend, Built
 from bridge.compile.loop_ir.graph import (
-    Fallback,
     Graph,
+    KernelCall,
     LibraryCall,
     LoopCall,
     Operand,
@@ -79,7 +79,7 @@ def kernel_of(
     if isinstance(node, Product):
         values = tuple(operand.value for operand in node.operands)
         return Kernel(generate(node.plan), values, node.outs, (), node.plan.descriptor(), ("matmul",))
-    if isinstance(node, Fallback):
+    if isinstance(node, KernelCall):
         values = tuple(operand.value for operand in node.operands)
         return Kernel(node.kernel, values, node.outs, (), node.scalars, (node.op,))
     if len(step) > 1:
@@ -338,8 +338,7 @@ class _Linker:
         return self.packed[key]
 
     def _kernel(self, group: Group, kernel: Kernel) -> None:
-        fallback = isinstance(group.nodes[0], Fallback)
-        operands = group.nodes[0].operands if fallback else ()
+        operands = group.nodes[0].operands if isinstance(group.nodes[0], KernelCall) else ()
         for operand in operands:
             self.operand(operand)
         arguments = tuple(self.operand(op) for op in operands) or tuple(self.slots.of(v) for v in kernel.inputs)

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from autodiff.extents import Dim, Extent, divides, same, same_shape, sample_of
 from bridge.compile.loop_ir.graph import (
     Concat,
-    Fallback,
     Graph,
+    KernelCall,
     LibraryCall,
     Node,
     Operand,
@@ -46,7 +46,7 @@ class Group:
     """Nodes that run as one step, in order.
 
     ``elements``: size of the iteration space; ``columns``: its trailing extent, ``None`` if open; ``batch``: leading
-    extent that column reductions do not reduce. A library call or a fallback is alone in its group.
+    extent that column reductions do not reduce. A library call or a kernel call is alone in its group.
     """
 
     index: int
@@ -92,7 +92,7 @@ def _single(index: int, node: Node, rules: Rules) -> Group:
             one_chunk = same(rules.order.column_chunks(node.reduced, node.inner), 1)
             few = sample_of(group.elements) <= rules.limits.threads.serial_elements // 2
             group.fusable = not one_chunk or (same(node.outer, 1) and few)
-        case LibraryCall() | Fallback() | Product():
+        case LibraryCall() | KernelCall() | Product():
             group = Group(index, [node], 0, fusable=False)
     group.made = {out: node for out in node.outs}
     group.fusable = group.fusable and not same(group.elements, 0)

@@ -5,7 +5,6 @@ A default is every backend's number, or turns the limit off (0 or 1) for a backe
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 
 from tvm.tirx import PrimFunc
@@ -73,7 +72,6 @@ class ThreadLimits:
         parallel_steps: scalar operations of a kernel in a loop's step, whose threads have just run.
         parallel_columns: elements of a column reduction.
         parallel_second_stage: elements of partial sums.
-        parallel_legalized: iterations of TVM's own kernels.
         transcendental_work: scalar operations that a transcendental function counts for.
     """
 
@@ -82,7 +80,6 @@ class ThreadLimits:
     parallel_steps: int = 1
     parallel_columns: int = 1
     parallel_second_stage: int = 1
-    parallel_legalized: int = 1
     transcendental_work: int = 12
 
 
@@ -163,7 +160,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Rules(ABC):
+class Rules:
     """A backend as passes and schedule see it; by default, only the library computes lookups, scatters and pools.
 
     Attributes:
@@ -178,10 +175,6 @@ class Rules(ABC):
     def adds_float64(self) -> bool:
         """Whether kernels that sum up large tensors are as fast in float64 as in float32."""
         return False
-
-    @abstractmethod
-    def legalized(self, function: PrimFunc) -> PrimFunc:
-        """Schedules a function that TVM legalized; no schedule changes a bit."""
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
         """The kernel of a pool's gradient; ``None``: keep the library's call."""

@@ -35,7 +35,7 @@ Translation = Callable[[Any, Any], Any]
 """``(builder, call) -> operand``; a list for a tuple-typed call, ``NotImplemented`` if it does not apply."""
 
 TRANSLATIONS: dict[str, Translation] = {}
-"""Relax operators (``"relax.add"``), library functions (``"library.embedding"``) or ``"fallback"`` → translation."""
+"""Relax operators (``"relax.add"``) or library functions (``"library.embedding"``) → translation."""
 
 
 def register(*names: str) -> Callable[[Translation], Translation]:

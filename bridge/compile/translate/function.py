@@ -2,8 +2,8 @@
 
 Every Relax operator has a *translation*, registered by name: a function ``(builder, call) -> operand`` (a list of
 operands for a tuple-typed call). Arithmetic becomes point-wise nodes and reductions
-(:mod:`bridge.compile.translate.arithmetic`), gathers and similar operators become library calls, and TVM legalizes
-every other operator (:mod:`bridge.compile.translate.libcalls`). Layouts stay open: shape operations, matrix products
+(:mod:`bridge.compile.translate.arithmetic`), gathers and similar operators become library calls
+(:mod:`bridge.compile.translate.libcalls`). Layouts stay open: shape operations, matrix products
 and concatenations become layout-agnostic nodes, see :mod:`bridge.compile.passes.choose_layouts`.
 """
 
@@ -49,7 +49,7 @@ def translate(
     ``drawn``: place → dropout mask that kernels recompute; the generator's state replaces it as a parameter.
     ``orders``: place → memory order of a parameter, see :class:`~bridge.compile.options.CompileOptions`.
 
-    ``NotImplementedError`` names an operator that neither this package nor TVM's legalization can compile.
+    ``NotImplementedError`` names an operator without a translation for its operands.
     """
     builder = Builder(rules)
     drawn, orders = drawn or {}, orders or {}
@@ -100,7 +100,7 @@ def _translated(builder: Builder, value: Expr) -> Operand | Scalar | list:
     if library is not None or name == "relax.call_pure_packed":
         known = ", ".join(sorted(n for n in TRANSLATIONS if n.startswith("library.")))
         raise NotImplementedError(f"no library function {library or value.args[0]} is bound; bound are: {known}")
-    return TRANSLATIONS["fallback"](builder, value)
+    raise NotImplementedError(f"no kernel for {value}: {name} has no translation for these operands")
 
 
 def _check(var: Var, result: Operand | Scalar | list, value: Expr) -> None:

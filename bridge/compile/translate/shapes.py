@@ -118,7 +118,7 @@ def _pad(builder: Builder, call: Call) -> Operand:
     widths = [int(width) for width in call.attrs.pad_width]
     axes = [axis for axis in range(len(x.shape)) if any(widths[2 * axis : 2 * axis + 2])]
     symbolic = any(isinstance(extent, Extent) for extent in x.shape)
-    if str(call.attrs.pad_mode) != "constant" or min(widths) < 0 or not axes:
+    if str(call.attrs.pad_mode) != "constant" or min(widths) < 0:
         return NotImplemented
     fill = float(call.attrs.pad_value)
     number = fill if "float" in x.dtype else int(fill)

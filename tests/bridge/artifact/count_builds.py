@@ -67,9 +67,9 @@ def counted(rows: int = 48) -> dict[str, Any]:
     given: list[str] = []
     compiled = build._compiled
 
-    def count(functions, target, loops):
+    def count(functions, target):
         given.extend(sorted(name for name in functions if name != CONNECT))
-        return compiled(functions, target, loops)
+        return compiled(functions, target)
 
     build._compiled = count
     translate, translated = pipeline.translate, []

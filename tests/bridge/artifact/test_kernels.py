@@ -36,9 +36,9 @@ def compiled():
     given = []
     build = CpuLibraries.build_bytes
 
-    def count(libraries, functions, loops):
+    def count(libraries, functions):
         given.extend(functions)
-        return build(libraries, functions, loops)
+        return build(libraries, functions)
 
     CpuLibraries.build_bytes = count
     made = program([((48, 64), "float32")] * 2, lambda emit, x, y: [emit(op.sum(op.exp(x * y), 1)), emit(op.tanh(x))])

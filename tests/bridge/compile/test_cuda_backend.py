@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tvm import relax, te, topi
+from tvm import relax
 from tvm.relax import op
 
 from bridge.base.session import SESSION
@@ -67,28 +67,6 @@ def test_devices_of_one_architecture_share_kernels_and_not_programs():
     assert [id(built) for built in one.code.values()] == [id(built) for built in other.code.values()]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int32"])
-def test_what_tvm_legalizes_is_bound_to_threads_in_the_same_module(dtype):
-    def resized(emit, x, y):
-        return [emit(op.image.resize2d(x, (8, 8), method="nearest_neighbor")), emit(op.multiply(y, y))]
-
-    SESSION.reset("programs")
-    made = program([((1, 2, 4, 4), dtype), ((3, 5), "float32")], resized)
-    assert sorted(step.ops for step in made.steps if isinstance(step, Launch)) == [
-        ("multiply",),
-        ("relax.image.resize2d",),
-    ]
-    assert len({id(built.build) for built in made.code.values()}) == 1
-    assert all(built.function is not None for built in made.code.values())
-
-
-def test_what_tvm_legalizes_to_a_serial_function_is_refused():
-    x = te.placeholder((4, 5), name="x")
-    serial = te.create_prim_func([x, topi.sort(x, axis=-1)])
-    with pytest.raises(NotImplementedError, match="serial"):
-        GPU.legalized(serial)
-
-
 def test_a_program_is_written_to_a_file_and_read_back(tmp_path):
     def body(emit, x):
         table = op.reshape(op.arange(0, 120, 1, "float32"), (120,))
@@ -121,8 +99,6 @@ def test_a_program_says_what_each_kernel_launches():
     kernel, *_ = (step for step in reversed(made.steps) if isinstance(step, Launch))
     assert made.launches(kernel) == (f"{-(-200 * 120 // 128)} x 128 threads",)
     assert f"multiply exp; 188 x 128 threads; {2 * 4 * 200 * 120 + 4 * 120} bytes" in str(made)
-    resized = program([((1, 2, 4, 4), "float32")], lambda emit, x: [emit(op.image.resize2d(x, (8, 8)))])
-    assert resized.launches(resized.steps[0]) == ("1 x 1024 threads",)
     host = program(SCALED, scaled, backend_for(None))
     assert not any(host.launches(step) for step in host.steps) and "threads" not in str(host)
 

@@ -12,7 +12,6 @@ from tvm.relax import op
 
 from bridge.base.session import SESSION
 from bridge.compile import Built, CompileOptions, compile_function
-from bridge.compile.codegen.tir import LOOPS_ATTR
 from bridge.compile.cpu.build import CpuLibraries
 from bridge.compile.cuda import build
 from bridge.compile.runtime.elf import CannotLinkError, read_object, shared_library
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 o
 
 
 def object_of(made, tmp_path):
-    library = CpuLibraries(made.backend.target)._unconnected(made.kernels, True)
+    library = CpuLibraries(made.backend.target)._unconnected(made.kernels)
     library.write_to_file(str(tmp_path / "kernels.o"), "o")
     return (tmp_path / "kernels.o").read_bytes()
 
@@ -38,15 +37,10 @@ def content(tmp_path_factory):
 def test_a_linked_library_computes_the_bits_of_the_code_in_memory():
     for made in programs().values():
         libraries = CpuLibraries(made.backend.target)
-        fresh, again = {}, {}
-        for loops in (True, False):
-            chosen = {name: func for name, func in made.kernels.items() if bool(func.attrs.get(LOOPS_ATTR)) is loops}
-            library, content = libraries.build_bytes(chosen, loops) if chosen else (None, b"\x7fELF")
-            assert content.startswith(b"\x7fELF")
-            fresh |= {name: library[name] for name in chosen}
-            again |= {name: libraries.load(content)[name] for name in chosen}
-        for functions in (fresh, again):
-            code = {name: Built(lambda function=function: function) for name, function in functions.items()}
+        library, content = libraries.build_bytes(made.kernels)
+        assert content.startswith(b"\x7fELF")
+        for each in (library, libraries.load(content)):
+            code = {name: Built(lambda name=name, each=each: each[name]) for name in made.kernels}
             assert bits(dataclasses.replace(made, code=code), made) == bits(made, made)
 
 
@@ -123,7 +117,7 @@ def test_what_cannot_be_linked_runs_from_memory(monkeypatch):
     SESSION.reset("programs")
     monkeypatch.setattr("bridge.compile.runtime.build.shared_library", refuse)
     made = program([((5, 7), "float32")], lambda emit, x: [emit(x + x)])
-    library, content = CpuLibraries(made.backend.target).build_bytes(made.kernels, True)
+    library, content = CpuLibraries(made.backend.target).build_bytes(made.kernels)
     assert content is None and library.kind == "llvm"
     x = torch.randn(5, 7)
     code = {name: Built(lambda name=name: library[name]) for name in made.kernels}

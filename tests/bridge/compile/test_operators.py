@@ -40,8 +40,6 @@ UNARY = {
     "gelu_tanh": (R.nn.gelu_tanh, lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
     "silu": (R.nn.silu, torch.nn.functional.silu),
     "relu": (R.nn.relu, torch.relu),
-    "leakyrelu": (lambda x: R.nn.leakyrelu(x, 0.2), lambda x: torch.nn.functional.leaky_relu(x, 0.2)),
-    "softplus": (R.nn.softplus, torch.nn.functional.softplus),
     "softmax": (lambda x: R.nn.softmax(x, -1), lambda x: torch.softmax(x, -1)),
     "softmax_first": (lambda x: R.nn.softmax(x, 0), lambda x: torch.softmax(x, 0)),
     "log_softmax": (lambda x: R.nn.log_softmax(x, -1), lambda x: torch.log_softmax(x, -1)),
@@ -50,8 +48,6 @@ UNARY = {
     "power": (lambda x: R.power(R.abs(x), relax.const(1.7, str(x.ty.dtype))), lambda x: x.abs() ** 1.7),
     "mean": (lambda x: R.mean(x, -1), lambda x: x.mean(-1)),
     "mean_all": (R.mean, torch.mean),
-    "variance": (lambda x: R.variance(x, -1, keepdims=True), lambda x: x.var(-1, correction=0, keepdim=True)),
-    "std": (lambda x: R.std(x, 0), lambda x: x.std(0, correction=0)),
     "sum_first": (lambda x: R.sum(x, 0), lambda x: x.sum(0)),
     "sum_middle": (lambda x: R.sum(x, 1, keepdims=True), lambda x: x.sum(1, keepdim=True)),
     "sum_outer": (lambda x: R.sum(x, [0, 2]), lambda x: x.sum((0, 2))),
@@ -68,7 +64,6 @@ UNARY = {
         lambda x: x[:, 1:9, -9:-1:2].contiguous(),
     ),
     "broadcast": (lambda x: R.broadcast_to(R.mean(x, 1, keepdims=True), x.ty.shape), None),
-    "collapse": (lambda x: R.collapse_sum_to(x, (1, x.ty.shape[2])), lambda x: x.sum((0, 1), keepdim=True)[0]),
     "concat": (lambda x: R.concat([x, x], 1), lambda x: torch.cat([x, x], 1)),
     "split": (
         lambda x: (lambda parts: R.add(parts[0], parts[1]))(R.split(x, 2, 0)),
@@ -77,8 +72,6 @@ UNARY = {
     "cumsum": (lambda x: R.cumsum(x, 1), lambda x: x.cumsum(1)),
     "cumsum_exclusive": (lambda x: R.cumsum(x, 1, exclusive=True), lambda x: x.cumsum(1) - x),
     "flip": (lambda x: R.flip(x, 1), lambda x: x.flip(1)),
-    "repeat": (lambda x: R.repeat(x, 2, 1), lambda x: x.repeat_interleave(2, 1)),
-    "tile": (lambda x: R.tile(x, [2, 1, 1]), lambda x: x.repeat(2, 1, 1)),
     "isnan": (R.isnan, torch.isnan),
     "astype": (lambda x: R.astype(x, "int32"), lambda x: x.to(torch.int32)),
     "to_bool": (lambda x: R.astype(x, "bool"), lambda x: x.bool()),
@@ -124,8 +117,6 @@ BINARY = {
     "divide": (R.divide, torch.div),
     "maximum": (R.maximum, torch.maximum),
     "minimum": (R.minimum, torch.minimum),
-    "floor_divide": (R.floor_divide, torch.floor_divide),
-    "floor_mod": (R.floor_mod, torch.remainder),
     "equal": (R.equal, torch.eq),
     "not_equal": (R.not_equal, torch.ne),
     "less": (R.less, torch.lt),
@@ -158,9 +149,9 @@ def test_binary(name, shapes):
     sampled(
         itertools.product(
             [torch.int32, torch.int64],
-            ["add", "subtract", "multiply", "maximum", "minimum", "less", "floor_divide", "floor_mod"],
+            ["add", "subtract", "multiply", "maximum", "minimum", "less"],
         ),
-        lambda case: case[0] is torch.int64 or case[1].startswith("floor"),
+        lambda case: case[0] is torch.int64,
     ),
 )
 def test_integers(dtype, name):
@@ -269,17 +260,9 @@ def test_matmul_of_transposed_and_sliced_operands_copies_nothing():
 
 def test_indexing():
     torch.manual_seed(0)
-    x, i = torch.randn(6, 9), torch.tensor([[0, 5, 2], [3, 3, 1]])
-    j = torch.randint(0, 9, (6, 4))
-    b, c = run(
-        [x, i, j],
-        lambda emit, p, q, r: [
-            emit(R.gather_elements(p, r, 1)),
-            emit(R.one_hot(q, relax.prim_value(1), relax.prim_value(0), 7)),
-        ],
-    )
+    x, j = torch.randn(6, 9), torch.randint(0, 9, (6, 4))
+    (b,) = run([x, j], lambda emit, p, r: [emit(R.gather_elements(p, r, 1))])
     assert_same(b, x.gather(1, j))
-    assert_same(c, torch.nn.functional.one_hot(i, 7).to(c.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -305,13 +288,14 @@ def test_half_types_round_where_torch_rounds(dtype):
     assert torch.equal(ours[5], x.float())
 
 
-@pytest.mark.parametrize("extents", [(3, 5), (64, 300)], ids=["small", "parallel"])
-def test_legalized_by_tvm(extents):
-    """Operators that are not generated here, below and above the size at which they run in parallel."""
+@pytest.mark.parametrize("extents", [(3, 5), (64, 300)], ids=["small", "large"])
+def test_by_torch(extents):
+    """Operators that are not generated here."""
     torch.manual_seed(0)
     x = torch.randn(extents)
-    (padded,) = run([x], lambda emit, p: [emit(R.nn.pad(p, [1, 2, 0, 3], "constant", 0.5))])
+    padded, flipped = run([x], lambda emit, p: [emit(R.nn.pad(p, [1, 2, 0, 3], "constant", 0.5)), emit(R.flip(p, 1))])
     assert_same(padded, torch.nn.functional.pad(x, (0, 3, 1, 2), value=0.5))
+    assert torch.equal(flipped, x.flip(1))
 
 
 def test_constants_inside():
@@ -320,7 +304,12 @@ def test_constants_inside():
     assert_same(ours, table + 1)
 
 
-def test_an_operator_without_a_kernel_is_named():
+def test_an_operator_without_a_translation_is_named():
+    with pytest.raises(NotImplementedError, match=r"relax\.image\.resize2d has no translation"):
+        run([torch.ones(1, 2, 4, 4)], lambda emit, p: [emit(R.image.resize2d(p, (8, 8)))])
+
+
+def test_a_library_function_without_a_kernel_is_named():
     with pytest.raises(NotImplementedError, match=r"library\.no_such_thing"):
         run(
             [torch.ones(3)],

@@ -335,7 +335,7 @@ def test_generated_loops_are_compiled_in_less_time_than_at_llvms_default_level()
     func = gemm_function("float32", register_tile(target) or NARROW)
     module = IRModule({"product": func.with_attr("global_symbol", "product")})
     makes = {
-        "ours": lambda: CpuLibraries(target).build_bytes({"product": func}, True),
+        "ours": lambda: CpuLibraries(target).build_bytes({"product": func}),
         "default": lambda: library_bytes(tirx.build(module, target, pipeline="bridge_loops")),
     }
     for _ in range(3):
