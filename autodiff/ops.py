@@ -50,7 +50,7 @@ _TABLE = (
     ("cheap elementwise broadcasting hoisted slow", "divide floor_mod"),
     ("cheap elementwise broadcasting slow", "floor_divide"),
     ("cheap", "concat eye_like flip full_like layout_transform meshgrid nn.pad nn.pixel_shuffle nn.prelu one_hot"),
-    ("cheap", "ones_like repeat slice_scatter stack tile tril triu zeros_like"),
+    ("cheap", "ones_like repeat slice_scatter tile tril triu zeros_like"),
     ("cheap", "library.embedding"),
     ("transcendental elementwise", "nn.gelu nn.gelu_tanh nn.selu nn.silu nn.softplus"),
     ("transcendental elementwise slow", "acos acosh asin asinh atan atanh cos cosh erf sin sinh tan"),

@@ -106,16 +106,6 @@ def _concat(call: Call) -> Shape:
     return tuple(extents)
 
 
-@_shape_of("relax.stack")
-def _stack(call: Call) -> Shape:
-    first, *others = (extents_of(field) for field in call.args[0].ty.fields)
-    for other in others:
-        for extent, wanted in zip(first, other, strict=True):
-            _equal(extent, wanted)
-    axis = int(call.attrs.axis or 0) % (len(first) + 1)
-    return (*first[:axis], len(others) + 1, *first[axis:])
-
-
 @_shape_of("relax.strided_slice")
 def _strided_slice(call: Call) -> Shape:
     extents = list(shape(call.args[0]))

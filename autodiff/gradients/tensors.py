@@ -74,17 +74,6 @@ def concat(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     return [Tuple([op.strided_slice(g, [axis], [end - size], [end]) for end, size in zip(ends, sizes, strict=True)])]
 
 
-@gradient("relax.stack")
-def stack(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx_i = g[i] along the new axis"""
-    fields = call.args[0].ty.fields
-    axis = int(call.attrs.axis) % len(shape(y))
-    if len(fields) == 1:  # a split into one part is no tuple
-        return [Tuple([op.squeeze(g, axis)])]
-    parts = emit(op.split(g, len(fields), axis))
-    return [Tuple([op.squeeze(TupleGetItem(parts, index), axis) for index in range(len(fields))])]
-
-
 @gradient("relax.flip")
 def flip(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = flip(g)"""

@@ -173,11 +173,6 @@ def _copy(outs: Tensors, args: Tensors) -> None:
     outs[0].copy_(args[0])
 
 
-@out_kernel("stack")
-def _stack(outs: Tensors, args: Tensors, axis: int) -> None:
-    VF.stack(list(args), axis, out=outs[0])
-
-
 @out_kernel("flip")
 def _flip(outs: Tensors, args: Tensors, axis: int) -> None:
     aten.flip.out(args[0], [axis], out=outs[0])

@@ -34,7 +34,7 @@ INTO_GIVEN: dict[str, Function] = {}
 ``function(outs, *arguments)`` returns whether it has."""
 
 NEVER_RAISE = frozenset(
-    "mm mm_lt mm_biased bmm mm_swapped linear pad cat stack cumsum cumprod convolution "
+    "mm mm_lt mm_biased bmm mm_swapped linear pad cat cumsum cumprod convolution "
     "convolution_last max_pool max_pool_last avg_pool avg_pool_last adaptive_avg_pool adaptive_avg_pool_last "
     "attention flip adaptive_max_pool "
     "upsample upsample_last "

@@ -153,7 +153,6 @@ _MEANINGS: dict[str, Meaning] = {
     "permute_dims": lambda call, shape, x: x.permute(permutation(call)),
     "strided_slice": _strided_slice,
     "concat": _concat,
-    "stack": lambda call, shape, parts: torch.stack(parts, int(call.attrs.axis or 0)),
     "split": _split,
     "flip": lambda call, shape, x: torch.flip(x, [_axis(call)]),
     "gather_elements": lambda call, shape, x, index: torch.gather(x, _axis(call), index.long()),

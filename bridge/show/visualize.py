@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _VIEWS = having("view", "plain")
-_LIBRARY = frozenset(("relax.matmul", "relax.concat", "relax.stack", "relax.take"))
+_LIBRARY = frozenset(("relax.matmul", "relax.concat", "relax.take"))
 _LONGEST = 27  # characters of a row
 _BACKWARD = ("bw", "grad_")
 

@@ -43,7 +43,7 @@ def lstm(steps: int) -> Function:
             cell = emit(op.add(kept, emit(op.multiply(emit(op.sigmoid(enter)), emit(op.tanh(new))))))
             state = emit(op.multiply(emit(op.sigmoid(leave)), emit(op.tanh(cell))))
             states.append(state)
-        return op.stack(states, 1)
+        return op.concat([emit(op.expand_dims(state, 1)) for state in states], 1)
 
     wide = torch.ones(4 * WIDTH)
     return function(

@@ -30,15 +30,6 @@ def emit(builder: Builder, call: Call, name: str, operands: list[Operand], *attr
     return whole(out)
 
 
-@register("relax.stack")
-def _stack(builder: Builder, call: Call) -> Operand:
-    if not isinstance(call.args[0], Tuple):
-        return NotImplemented
-    operands = [tensor(builder, field) for field in call.args[0].fields]
-    axis = 0 if call.attrs.axis is None else int(call.attrs.axis)
-    return emit(builder, call, "stack", operands, axis)
-
-
 @register("relax.flip")
 def _flip(builder: Builder, call: Call) -> Operand:
     return emit(builder, call, "flip", [tensor(builder, call.args[0])], int(call.attrs.axis))

@@ -102,13 +102,6 @@ for _axis in (0, 1, -1):
         _y,
     )
     sample(
-        "relax.stack",
-        lambda s, p, q, a=_axis: op.stack([p, q, p], a),
-        lambda x, y, a=_axis: torch.stack([x, y, x], a),
-        _x,
-        _y,
-    )
-    sample(
         "relax.split",
         lambda s, p, a=_axis: op.tanh(s.emit(_items(s, op.split(p, 2, a), 1)[0])),
         lambda x, a=_axis: x.chunk(2, a)[1].tanh(),
