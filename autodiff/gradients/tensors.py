@@ -25,7 +25,6 @@ from autodiff.ir import (
     Call,
     Expr,
     Tuple,
-    TupleGetItem,
     Var,
     axes_of,
     dtype,
