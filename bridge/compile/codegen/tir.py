@@ -188,6 +188,16 @@ class LaunchArguments:
         at = index if term.below == 1 else tirx.truncdiv(index, self(term.below))
         return at if term.extent is None else tirx.truncmod(at, self(term.extent))
 
+    def within(self, position: Expr, extents: Sequence[Number], strides: Sequence[Number]) -> Expr:
+        """The index of an element in nested loops of these extents, from its number."""
+        index = self(0)
+        for axis in reversed(range(len(extents))):
+            at = tirx.truncmod(position, self(extents[axis])) if axis else position
+            position = tirx.truncdiv(position, self(extents[axis]))
+            if strides[axis]:
+                index = index + at * self(strides[axis])
+        return index
+
     def index(self, first: Expr, index: Expr, terms: tuple[Term, ...]) -> Expr:
         """An element's index: ``first`` plus the terms at a flat iteration number."""
         for term in terms:

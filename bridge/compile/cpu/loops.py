@@ -223,19 +223,9 @@ class ColumnLoops:
             (step,) = plan.element.steps
             along = step if isinstance(step, int) else number(step)
             return BufferLoad(self.source, [e.index(base + column * number(step), along)])
-        lanes = [BufferLoad(self.source, [base + self._column(column + number(k))]) for k in range(e.lanes)]
+        at = [number.within(column + number(k), plan.columns, plan.element.steps) for k in range(e.lanes)]
+        lanes = [BufferLoad(self.source, [base + each]) for each in at]
         return tirx.Shuffle(lanes, list(range(e.lanes))) if e.lanes > 1 else lanes[0]
-
-    def _column(self, position: Expr) -> Expr:
-        """Index of an element within a row of several loops, from its number."""
-        plan, number = self.plan, self.number
-        index, below = number(0), number(1)
-        for extent, stride in reversed(list(zip(plan.columns, plan.element.steps, strict=True))):
-            if stride:
-                at = tirx.truncmod(tirx.truncdiv(position, below), number(extent))
-                index = index + at * number(stride)
-            below = below * number(extent)
-        return index
 
 
 def transpose(

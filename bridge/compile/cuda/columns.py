@@ -221,7 +221,9 @@ class ColumnLaunches:
             column = e.name_index(begin + tirx.min(thread, left - number(1)), "column")
             batch, position = tirx.truncdiv(column, number(plan.length)), tirx.truncmod(column, number(plan.length))
             position = e.name_index(position, "position")
-            first = number.index(number(plan.element.offset), batch, plan.element.by_batch) + self._column(position)
+            first = number.index(number(plan.element.offset), batch, plan.element.by_batch) + number.within(
+                position, plan.columns, plan.element.steps
+            )
             first = e.name_index(first, "first")
 
             def row(e: CudaEmitter, index: Expr) -> Expr:
@@ -235,17 +237,6 @@ class ColumnLaunches:
             return sequence([*e.stmts, *stmts, IfThenElse(alone, store, None)])
 
         return launch(portions(count, columns), columns, reducers, body, shared)
-
-    def _column(self, position: Expr) -> Expr:
-        """Index of the element at a position of a row, which may have several loops."""
-        plan, number = self.plan, self.number
-        index = number(0)
-        for axis in reversed(range(len(plan.columns))):
-            at = tirx.truncmod(position, number(plan.columns[axis])) if axis else position
-            position = tirx.truncdiv(position, number(plan.columns[axis]))
-            if plan.element.steps[axis]:
-                index = index + at * number(plan.element.steps[axis])
-        return index
 
 
 def second_stage_columns(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> Stmt:
