@@ -56,6 +56,8 @@ _KNOWN_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "math", "builtins
 _UNKNOWN = "its arguments are not known before the call: what it gives cannot be watched", "do it outside of forward"
 _MOST_ASKED = 16
 """The choices of possible arguments for which a function is asked."""
+_CALLS_FIRST = ("map", "filter", "filterfalse", "takewhile", "dropwhile", "starmap")
+"""Classes that call their first argument with elements of the others."""
 Given = list[list[Any]]
 
 
@@ -293,9 +295,8 @@ class CallAnalysis(Sources):
         elif name in USES["takes"]:
             for each in owners:
                 self._moves(known, each)
-            inside = [each for arg in args for owner in arg for each in self.inside(owner, 1)]
             for function in kwargs.get("key", ()):
-                self._apply(known, place, function, ([inside], {}))
+                self._apply(known, place, function, ([self._elements(args)], {}))
         elif name in ("isinstance", "issubclass") and len(args) == 2:
             kinds = [each for value in args[1] for each in classes_in(value)]
             for value in owners:
@@ -439,9 +440,13 @@ class CallAnalysis(Sources):
         if does(kind, "takes") or kind.__module__ in ("itertools", "_collections"):
             for each in (each for arg in args for each in arg):
                 self._moves(frame, each)
-        for function in args[0] if kind in (map, filter) and args else ():
-            inside = [[each for value in arg for each in self.inside(value, 1)] for arg in args[1:]]
-            self._apply(frame, place, function, (inside, {}))
+        if kind.__name__ in _CALLS_FIRST or kind.__name__ == "groupby":
+            functions, others = (args[:1], args[1:]) if kind.__name__ in _CALLS_FIRST else (args[1:], args[:1])
+            elements = [self._elements([arg]) for arg in others]
+            for each in elements[0] if kind.__name__ == "starmap" and elements else ():
+                self.deep(each)
+            for function in (each for arg in functions for each in arg):
+                self._apply(frame, place, function, (elements, {}))
         if does(kind, "binds") and one_by_one and all(len(each) == 1 for each in args) and args:
             try:
                 made = kind(*(each[0] for each in args))
@@ -458,6 +463,10 @@ class CallAnalysis(Sources):
             self.whole(each, frame.where)
         named = {name: [each] for name, each in value.keywords.items()}
         self._apply(frame, place, value.func, ([*([each] for each in value.args), *given[0]], named | given[1]))
+
+    def _elements(self, args: Given) -> list[Any]:
+        """The possible elements of arguments: of a container that the call makes, they are its possible values."""
+        return [each for arg in args for value in arg for each in (value, *self.inside(value, 1))]
 
     def _apply(self, frame: Frame, place: int, function: Any, given: tuple) -> None:
         """Notes that a function in C calls another one; ``given``: the possible values of its arguments."""

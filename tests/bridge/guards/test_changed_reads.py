@@ -275,6 +275,11 @@ context variables as keys: V = [contextvars.ContextVar('a', default=2.), context
   | 1. + (max(V, key=contextvars.ContextVar.get).name == 'a') | V[1].set(3.)
 context variable's new default: V = contextvars.ContextVar('v') | V.get({'k': 2.})['k'] | V.set({'k': 3.})
 key that an attribute of a class gives: class C: k = 'a'~D = {'a': 2.} | D[str(getattr(C, 'k'))] | D['a'] = 3.
+attributes mapped: class C: pass~H = C(); H.k = 2. | sum(map(operator.attrgetter('k'), [H])) | H.k = 3.
+attributes by getattr, mapped: class C: pass~H = C(); H.k = 2. | sum(map(getattr, [H], ['k'])) | H.k = 3.
+attributes of stars, mapped: class C: pass~H = C(); H.k = 2. | sum(itertools.starmap(getattr, [(H, 'k')])) | H.k = 3.
+attributes that group: class C: pass~H = C(); H.k = 2.
+  | next(itertools.groupby([H], operator.attrgetter('k')))[0] | H.k = 3.
 partial of an attrgetter: H = NS(k=2.); J = functools.partial(operator.attrgetter('k'), H) | J() | H.k = 3.
 """
 HITS = """
