@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["asked", "cold", "environment_of", "options_of", "print_table"]
-
 CACHES = ("BRIDGE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "XDG_CACHE_HOME")
 """Environment variables of directories that persist between processes."""
 

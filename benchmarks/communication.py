@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["Lanes", "told", "traced"]
-
 Range = tuple[float, float]
 
 _SHADES = " ░▒▓█"

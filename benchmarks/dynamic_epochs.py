@@ -20,8 +20,6 @@ from benchmarks.results import Row
 from benchmarks.text import IGNORED, Tokenizer, build_tokenizer, corpus, mask_tokens
 from bridge import add_tvm_dispatch, stats
 
-__all__ = ["collate", "epochs", "texts"]
-
 Batch = dict[str, Tensor]
 
 

@@ -27,8 +27,6 @@ from torch import Tensor, nn
 
 from bridge import add_tvm_dispatch, stats
 
-__all__ = ["WORKLOADS", "measure", "resident"]
-
 EARLY, LATE = 50, 300
 """Steps after which memory is read."""
 ALLOWED = 0.01

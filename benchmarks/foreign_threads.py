@@ -6,8 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["foreign_threads"]
-
 _PAUSE = 5e-3
 """Seconds between two pieces of work of a busy thread."""
 _WORK = 50

@@ -12,8 +12,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["AHEAD_CYCLES", "Step", "by_turns", "copy_bandwidth", "in_a_row", "interrupted_after", "show_kernels"]
-
 WARM_UP = 5
 AHEAD_CYCLES = 16_000_000
 """GPU clock cycles of sleep during which the host launches a step: some 8 ms."""

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from benchmarks.gpu_clock import Step
 from bridge import add_tvm_dispatch
 
-__all__ = ["COMPILED", "OURS", "PEERS", "PRECISIONS", "Batch", "Peer", "Precision", "peer", "prepared", "settle"]
-
 COMPILED = {"default": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 """``torch.compile`` by mode."""
 OURS: dict[str, bool | Literal["auto"]] = {"ours": "auto", "recorded": True, "launched": False}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LayerNormLSTM"]
-
 
 class LayerNormLSTM(nn.Module):
     """The cell of Ba, Kiros and Hinton, "Layer Normalization" (2016), over all steps of [batch, steps, width]."""

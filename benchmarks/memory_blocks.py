@@ -12,8 +12,6 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 from benchmarks.train_blocks import LayerNormLSTM, LlamaBlock, bert_layer, gelu_mlp, gpt2_block
 
-__all__ = ["BLOCKS", "TRANSFORMERS", "make"]
-
 
 def vit_layer(attention: str) -> nn.Module:
     """A layer of ViT-Base; its published configuration has no dropout."""

@@ -11,8 +11,6 @@ from bridge.show.report import kept_bytes
 from partition import Point, build_graph, curve
 from partition.cost import flops
 
-__all__ = ["curve_table", "plot"]
-
 
 def curve_table(name: str, picture: str | None = None) -> None:
     """Prints the curve of the first row of the memory table whose name contains ``name``; draws it to ``picture``.

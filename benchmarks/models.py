@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from benchmarks.lstm import LayerNormLSTM
 
-__all__ = ["MODELS", "Model", "loss_of"]
-
 
 @dataclass(frozen=True)
 class Model:

@@ -28,8 +28,6 @@ from benchmarks.text import build_tokenizer, corpus, masked_batches
 from bridge import stats
 from partition import MinCut
 
-__all__ = ["peak_of", "peak_table"]
-
 MODEL = "--layers 12 --hidden 256 --heads 4 --dispatch layers"
 
 HEADER = "peak MiB, arenas MiB, sum MiB, sum / eager, saved by a layer MiB, last loss, largest difference of losses"

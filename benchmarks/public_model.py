@@ -30,8 +30,6 @@ from benchmarks.public_models import PublicModel
 from benchmarks.results import Row
 from bridge import UnsupportedModule, stats
 
-__all__ = ["PRECISION_NAMES", "Parent", "measure"]
-
 PRECISION_NAMES = {"float32": "fp32", "amp": "amp"}
 _JUDGES = {"float32": ("float64", Precision(torch.float64)), "amp": ("float32", PRECISIONS["fp32"])}
 _FLOOR = {"float32": 1e-6, "amp": 2.0**-8}

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_peers import Batch
 
-__all__ = ["MODELS", "PublicModel"]
-
 _DROPS_NOTHING = 1e-30
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from benchmarks.results import Results, Row
 from benchmarks.tables import markdown
 
-__all__ = ["Key", "Rows", "key_of", "outcome", "picture", "summary"]
-
 Key = tuple[str, str, str, str]
 """Model, device, torch, precision."""
 _OURS = "ours"

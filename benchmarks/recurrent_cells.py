@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GRU", "LSTM", "SelectiveScan"]
-
 
 class LSTM(nn.Module):
     """The cell of ``nn.LSTM``."""

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import tvm
 
-__all__ = ["FOLDER", "Results", "machine", "versions"]
-
 FOLDER = Path(__file__).parent / "results"
 """The results that README.md and docs/ show, one file per benchmark and machine."""
 

@@ -22,9 +22,6 @@ from bridge.lowering import LoweredCall, partition_options
 from bridge.show.report import kept_bytes
 from partition import Plan, Strategy, partition
 
-__all__ = ["PREPARATIONS", "SavedBytes", "eager_saved_bytes", "plan_with", "saved_bytes", "saved_for_backward"]
-__all__ += ["torch_min_cut", "torch_min_cut_or_reason"]
-
 
 @functools.cache
 def torch_partitioner() -> SimpleNamespace:

@@ -17,8 +17,6 @@ from typing import Any
 
 from benchmarks.results import FOLDER, Results, Row
 
-__all__ = ["FORMS", "PAGES", "Column", "header", "line", "main", "markdown", "written"]
-
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
 _MARKED = re.compile(r"(<!-- table: (\w+) (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)

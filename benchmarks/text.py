@@ -13,8 +13,6 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED", "SPECIAL", "Tokenizer", "build_tokenizer", "corpus", "mask_tokens", "masked_batches"]
-
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 UNKNOWN, CLASSIFY, SEPARATOR, MASK = 1, 2, 3, 4
 IGNORED = -100

@@ -12,8 +12,6 @@ from transformers import BertConfig, BertForSequenceClassification
 from benchmarks.text import build_tokenizer, corpus
 from bridge import add_tvm_dispatch
 
-__all__ = ["dispatch_layers", "make_examples", "make_model"]
-
 VOCABULARY = 500
 
 

@@ -21,8 +21,6 @@ from torchtitan.protocols.module import Module
 
 import bridge  # noqa: F401 - registers the backend
 
-__all__ = ["PlainFlex", "plain_flex"]
-
 
 class PlainFlex(Module):
     """``FlexAttention`` without its inner ``torch.compile``; operands are ``[batch, length, heads, size]``."""

@@ -22,8 +22,6 @@ from bridge import stats
 from bridge.callbacks import TrainerDispatch
 from examples.layers import make_examples, make_model
 
-__all__ = ["Run", "fine_tune", "largest_difference"]
-
 STEPS, EVERY, BATCH = 30, 10, 4
 
 

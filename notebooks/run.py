@@ -26,8 +26,6 @@ from nbformat import NotebookNode
 
 from notebooks.svg import small_svg
 
-__all__ = ["NAMES", "execute", "pair", "source", "tidy"]
-
 HERE = Path(__file__).parent
 #: In reading order.
 NAMES = ("bert_on_tvm", "training_through_tvm", "your_own_recurrent_cell", "when_it_does_not_work")

@@ -14,8 +14,6 @@ from html import escape
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-__all__ = ["small_svg"]
-
 _NUMBER = re.compile(r"-?\d*\.?\d+(?:e-?\d+)?")
 _XLINK = "{http://www.w3.org/1999/xlink}href"
 #: Attributes that decide how a shape or a text looks.

@@ -21,8 +21,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["PAGE", "SECTIONS", "Row", "main", "page", "rows"]
-
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "composes.md"
 

@@ -28,8 +28,6 @@ from bridge.compile.schedule.plan_rows import Planned
 from tests.cuda_plans import CudaKernels, assert_near
 from tests.rooms import ROOT
 
-__all__ = ["check", "collected", "main"]
-
 _AT_ONCE = 40
 _DEFAULT = (
     "concat",

@@ -16,8 +16,6 @@ from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.products import plan_columns
 from tests.opencl import OpenClKernels
 
-__all__ = ["BACKEND", "FOR_LITTLE", "CudaKernels", "array", "assert_near", "planned"]
-
 FOR_LITTLE = CudaBackend(arch="sm_90")
 
 #: Takes every tensor for a large one, so that small tests see the vectors and rows of large ones.

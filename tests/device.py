@@ -17,18 +17,6 @@ from torch import nn
 from torch.jit import _builtins
 from torch.utils import _pytree as pytree
 
-__all__ = [
-    "ASSERTS",
-    "AUTOCAST",
-    "DEVICE",
-    "FACTORIES",
-    "factories_on",
-    "forked_generators",
-    "generators",
-    "moved",
-    "set_generators",
-]
-
 ASSERTS = pytest.mark.cpu("what is refused in the run is an assertion on a GPU, which ends the process's context")
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["quick_checkcache", "quick_getmodule"]
-
 _getmodule, _checkcache = inspect.getmodule, linecache.checkcache
 
 _STAY = (

@@ -16,8 +16,6 @@ from torch.utils import _pytree as pytree
 
 from tests.operator_mode import OperatorMode
 
-__all__ = ["HostKernels"]
-
 Kernel = Callable[[torch._ops.OpOverload, tuple, dict[str, Any]], Any]
 
 ROUNDING = 1e-12

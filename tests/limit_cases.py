@@ -27,8 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge import UnsupportedModule, add_tvm_dispatch, load_compiled, save_compiled, stats
 
-__all__ = ["CASES"]
-
 X = torch.randn(4, 4)
 ROWS, MORE = torch.tensor([True, True, False, False]), torch.tensor([True, True, True, False])
 

@@ -7,8 +7,6 @@ import torch
 
 from bridge.compile.cuda import nvrtc
 
-__all__ = ["ARCHES", "needs_nvrtc", "without_gpu"]
-
 ARCHES = ("sm_80", "sm_90")
 """Architectures that everything is compiled for."""
 

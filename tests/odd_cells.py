@@ -6,17 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = [
-    "AttentiveRNN",
-    "BeamDecoder",
-    "ConvLSTM",
-    "DeltaMemory",
-    "HaltingRNN",
-    "MambaBlock",
-    "NeuralODE",
-    "ZoneoutLSTM",
-]
-
 
 class ZoneoutLSTM(nn.Module):
     """Two residual layers of LSTM cells, whose states a mask keeps as they were ("Zoneout", Krueger et al., 2017)."""

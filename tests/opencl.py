@@ -23,8 +23,6 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx import transform as passes
 
-__all__ = ["OpenClKernels"]
-
 _TARGET = {"kind": "opencl", "max_num_threads": 1024, "max_threads_per_block": 1024}
 _OPTIONS = ["-cl-fp32-correctly-rounded-divide-sqrt", "-cl-opt-disable"]
 

@@ -11,8 +11,6 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OperatorMode"]
-
 
 class OperatorMode(TorchDispatchMode):
     """Calls :meth:`operator` for each operator; runs ``torch.cond``, ``scan`` and the like as eager does, in the mode.

@@ -13,8 +13,6 @@ from typing import Any
 
 from tests.device import DEVICE
 
-__all__ = ["run_pool"]
-
 START_SECONDS = 300.0
 """How long a process may take to import its suite on a busy machine."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from multiprocessing.connection import Connection
 
-__all__ = ["CASES", "serve"]
-
 CASES = ("first", "crash", "second", "hang", "third")
 
 

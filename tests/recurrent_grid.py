@@ -32,8 +32,6 @@ from tests.odd_cells import (
     ZoneoutLSTM,
 )
 
-__all__ = ["NETWORKS", "main"]
-
 LENGTHS = (1, 2, 7, 64)
 BATCH, WIDTH = 3, 8
 

@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["PAGE", "PUBLIC", "main", "page"]
-
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference.md"
 

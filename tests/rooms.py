@@ -14,8 +14,6 @@ from pathlib import Path
 
 import networkx as nx
 
-__all__ = ["BOUNDS", "BRIDGE", "COMPILE", "MOST_LINES", "PACKAGES", "ROOT", "Tree", "main", "tree"]
-
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("bridge", "autodiff", "partition")
 MOST_LINES = 500

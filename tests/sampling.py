@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["sampled", "spread"]
-
 _PARAM = type(pytest.param())
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["together"]
-
 
 def together(*actions: Callable[[], None]) -> None:
     """Runs each action in a thread of its own, started at the same moment; the first error is raised here."""

@@ -10,8 +10,6 @@ from bridge.compile.schedule.products import GENERATED
 from bridge.dispatch import profitability
 from bridge.trials import Pace
 
-__all__ = ["choose_without_clock"]
-
 
 def choose_without_clock(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """Matrix products are generated code where it is a candidate, torch's elsewhere; small calls are timed once.

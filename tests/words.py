@@ -16,8 +16,6 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["ALLOWED", "OLD", "PHRASES", "Hit", "found", "main"]
-
 ROOT = Path(__file__).parent.parent
 
 PHRASES = {

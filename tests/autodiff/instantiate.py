@@ -28,8 +28,6 @@ from autodiff.ir import (
 from autodiff.library import number
 from autodiff.scan import is_scan, scan_call, scan_of
 
-__all__ = ["instantiate"]
-
 
 def instantiate(func: Function, sizes: Mapping[str, int]) -> Function:
     """``func`` in flat form with a number for each extent; the same object if it has none. Variables keep their names.

@@ -27,8 +27,6 @@ from bridge.reference.relax import interpret
 from partition import Partitioned, partition
 from tests.autodiff.instantiate import instantiate
 
-__all__ = ["Pipeline", "Places", "compare", "extents_of_size", "function_of", "pipeline", "resized"]
-
 Places = Mapping[tuple[int, int], str]
 """By argument and axis: the symbol that stands there."""
 

@@ -11,8 +11,6 @@ from torch.utils import _pytree as pytree
 
 from bridge import add_tvm_dispatch, stats
 
-__all__ = ["beside", "double"]
-
 
 def double(seed: int, *shape: int, requires_grad: bool = False) -> torch.Tensor:
     """Normal numbers in float64, from a separate generator."""

@@ -22,18 +22,6 @@ from torch.utils import _pytree as pytree
 from bridge import add_tvm_dispatch, stats
 from tests.device import DEVICE, generators, moved
 
-__all__ = [
-    "Call",
-    "Function",
-    "Run",
-    "as_call",
-    "assert_as_close_as_eager",
-    "assert_same",
-    "check_module",
-    "clone_tree",
-    "run",
-]
-
 FLOOR_ULPS = 8
 """Rounding units (of the tensor's largest element) that float32 may be off where eager happens to be exact."""
 

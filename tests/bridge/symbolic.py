@@ -25,8 +25,6 @@ from bridge.verify.inputs import eager_reference
 from tests.autodiff.instantiate import instantiate
 from tests.device import DEVICE
 
-__all__ = ["assert_as_eager", "at_sizes", "differentiated", "imported", "sizes_of"]
-
 AT = torch.empty(0, device=DEVICE).device
 """The tested device as tensors name it, with its index."""
 

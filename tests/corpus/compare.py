@@ -12,8 +12,6 @@ from typing import Any
 from tests.corpus.numbers import apart, unpack_text
 from tests.corpus.record import CRASH, OK, REFUSED
 
-__all__ = ["Difference", "Report", "differences", "text_diff"]
-
 Record = Mapping[str, Any]
 
 FAILURES = ("worse status", "wrong numbers", "other form", "generator", "fewer hits")

@@ -15,8 +15,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Forwards", "counted"]
-
 
 class Forwards:
     """A count of frames."""

@@ -20,8 +20,6 @@ from tests.fuzz.loops import _short_loops, generate_loop
 from tests.fuzz.play import play
 from tests.fuzz.program import PREAMBLE, Arguments, Program, make_arguments, make_module
 
-__all__ = ["dynamic", "loops", "plain"]
-
 CALLS = 2
 """Calls of a plain module: with the sample's numbers, then with others."""
 SIZES = 3

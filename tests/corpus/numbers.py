@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["TOLERANCES", "apart", "digest", "pack", "pack_text", "scrubbed", "unpack_text"]
-
 Plain = dict[str, Any]
 
 MOST_KEPT = 512

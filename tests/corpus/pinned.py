@@ -16,8 +16,6 @@ from bridge.base.session import SESSION
 from bridge.compile.schedule.products import GENERATED
 from bridge.trials import Pace
 
-__all__ = ["ENVIRONMENT", "fresh", "pinned", "seeded"]
-
 NOISY = ("torch.fx", "torch.export", "torch._export", "bridge")
 """Loggers that print graphs of refused programs, or advice."""
 

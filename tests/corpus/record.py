@@ -24,8 +24,6 @@ from tests.corpus.numbers import digest, pack, pack_text, scrubbed
 from tests.corpus.pinned import fresh, pinned, seeded
 from tests.corpus.suites import make_case
 
-__all__ = ["ABSENT", "CRASH", "EAGER_ERROR", "OK", "REFUSED", "failed_record", "record_of"]
-
 OK, REFUSED, EAGER_ERROR, CRASH, ABSENT = "ok", "refused", "eager-error", "crash", "absent"
 """Dispatched; refused by name; eager raises as well; an error that eager does not raise; a missing sample."""
 

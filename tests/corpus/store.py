@@ -16,8 +16,6 @@ import tvm
 
 from bridge.compile.cpu.build import features, model
 
-__all__ = ["Store", "header_of_this_tree"]
-
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bridge", "autodiff", "partition")
 IDENTITY = ("sources", "torch", "tvm", "python", "cpu", "features")

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from tests.corpus.case import Case
 
-__all__ = ["FUZZ_SEEDS", "SUITES", "chosen", "imports_of", "make_case"]
-
 FUZZ_SEEDS = 2000
 """Fuzz seeds of the whole corpus; ``--count`` selects a part of them, and the same part of every other suite."""
 

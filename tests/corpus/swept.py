@@ -25,8 +25,6 @@ from tests.sweep.special.operators import cases as special_cases
 from tests.sweep.special.points import UPSTREAM
 from tests.sweep.special.run import Operator, _answer, _each
 
-__all__ = ["moduleinfo", "numbered", "opinfo", "special", "zoo"]
-
 
 def numbered(names: Sequence[str], samples: int) -> list[str]:
     """``name#0``, ``name#1``, … for each name; missing samples are absent."""

@@ -14,8 +14,6 @@ from tests.corpus.record import failed_record, record_of
 from tests.corpus.suites import imports_of
 from tests.pool import run_pool
 
-__all__ = ["records"]
-
 Record = dict[str, Any]
 
 MOST_SERVED = 250

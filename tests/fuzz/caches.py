@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CACHES"]
-
 CACHES = '''\
 TABLES, LOCAL, CONTEXT, OF_MODULES = {}, threading.local(), contextvars.ContextVar("table"), weakref.WeakKeyDictionary()
 

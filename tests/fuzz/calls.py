@@ -17,9 +17,6 @@ from tests.fuzz import inputs
 from tests.fuzz.program import Arguments, Program, make_arguments
 from tests.fuzz.themes import themes
 
-__all__ = ["Call", "calls_of", "every", "nothing"]
-
-
 TWICE = 0.4
 """The share of programs with a second derivative in one call."""
 

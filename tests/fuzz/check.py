@@ -24,8 +24,6 @@ from tests.fuzz.program import Program, make_arguments, make_module
 from tests.fuzz.sample import add
 from tests.fuzz.verdict import EagerRaises, Verdict, Wrong, is_lost, one_line, place
 
-__all__ = ["PARTITIONS", "check", "eager_error", "judge", "undisturbed"]
-
 PARTITIONS = ("min_cut", "min_cut", "min_cut", "save_all", "recompute_all", MinCut(budget=0.3))
 ON_MISS = ("eager", "eager", "compile")
 EAGER_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tests.fuzz.verdict import Wrong
 
-__all__ = ["distance", "finite_distance", "floor", "identical", "kind", "matches"]
-
 FLOOR_ULPS = 64
 """Rounding units of a tensor's largest element that are always allowed."""
 

@@ -24,8 +24,6 @@ from tests.fuzz.verdict import EagerRaises, Wrong, in_backward, is_lost, one_lin
 from tests.fuzz.written_out import written_out
 from tests.host_kernels import HostKernels
 
-__all__ = ["Comparison"]
-
 NOISE_FACTOR = 10.0
 """Allowed distance, in multiples of eager's change under noise."""
 NOISE_RUNS, MORE_RUNS = 3, 16

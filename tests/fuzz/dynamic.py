@@ -18,8 +18,6 @@ from tests.fuzz.program import Arguments, Program
 from tests.fuzz.sizes import Variation, everywhere, variations
 from tests.fuzz.verdict import Verdict, Wrong
 
-__all__ = ["check_dynamic", "vary"]
-
 TRIES = 6
 """Variations of a program that eager is tried with."""
 

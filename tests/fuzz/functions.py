@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FUNCTIONS"]
-
 FUNCTIONS = '''\
 def slope(x, y, again=True):
     """The derivative of a function of y with respect to x, or x where there is none."""

@@ -14,8 +14,6 @@ from tests.fuzz.scope import Scope, is_float
 from tests.fuzz.statements import RARE_STATEMENTS, STATEMENTS
 from tests.fuzz.themes import VOCABULARY, is_complex, themes
 
-__all__ = ["generate"]
-
 DTYPES = ("float64", "float64", "float64", "float32", "float32", "bfloat16")
 SHAPES = (
     *((2, 3, 4), (3, 4), (5,), (2, 5), (4, 4), (1, 6), (2, 3, 5), (6, 2), (2, 2, 3, 4), (3, 1), (2, 1, 4), (), (1,)),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.fuzz.scope import Scope, is_int
 
-__all__ = ["PROPOSALS", "STATEMENTS"]
-
 EXPRESSIONS = """
 {x}[{i}]
 {x}[..., {i}]

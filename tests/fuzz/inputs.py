@@ -11,19 +11,6 @@ from torch.utils import _pytree as pytree
 
 from tests.fuzz.program import Arguments
 
-__all__ = [
-    "Change",
-    "by_keyword",
-    "by_position",
-    "mapped",
-    "of_one_memory",
-    "of_their_own",
-    "other_indices",
-    "other_layout",
-    "share_memory",
-    "special_values",
-]
-
 Change = Callable[[Arguments], Arguments]
 
 

@@ -12,8 +12,6 @@ from tests.fuzz.check import check
 from tests.fuzz.program import Program
 from tests.fuzz.verdict import Verdict
 
-__all__ = ["check_loop", "generate_loop"]
-
 BATCH, WIDTH = 2, 4
 
 WAYS = {

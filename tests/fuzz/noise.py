@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 
 from tests.operator_mode import OperatorMode
 
-__all__ = ["Noise"]
-
 ULPS = 2.0
 """The relative error of a result, in units of its dtype."""
 

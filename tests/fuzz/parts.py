@@ -13,8 +13,6 @@ from torch import Tensor
 
 from tests.operator_mode import OperatorMode
 
-__all__ = ["PartByPart"]
-
 aten = torch.ops.aten
 
 SUMS = {

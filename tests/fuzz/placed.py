@@ -6,8 +6,6 @@ import ast
 
 import torch
 
-__all__ = ["placed"]
-
 FACTORIES = frozenset(
     "arange empty eye full linspace logspace ones rand randint randn randperm tensor tril_indices triu_indices"
     " zeros".split()

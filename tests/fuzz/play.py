@@ -15,8 +15,6 @@ from tests.device import DEVICE, forked_generators, generators
 from tests.fuzz.calls import Call
 from tests.fuzz.program import prepared
 
-__all__ = ["Played", "copied", "play"]
-
 SEED = 5
 """Seed of torch's generator before every call."""
 

@@ -6,8 +6,6 @@ import torch
 
 from tests.fuzz.scope import Scope, is_int
 
-__all__ = ["PROPOSALS", "split_table"]
-
 UNARY = """
 torch.tanh({x}) | torch.sigmoid({x}) | torch.erf({x}) | torch.exp(-{x}.abs()) | torch.log1p({x}.abs()) | F.relu({x})
 torch.sqrt({x}.abs() + 0.5) | torch.rsqrt({x} * {x} + 0.5) | F.gelu({x}) | F.gelu({x}, approximate="tanh") | F.silu({x})

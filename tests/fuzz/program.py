@@ -16,8 +16,6 @@ from tests.fuzz.caches import CACHES
 from tests.fuzz.functions import FUNCTIONS
 from tests.fuzz.placed import placed
 
-__all__ = ["PREAMBLE", "Arguments", "Program", "make_arguments", "make_module", "prepared", "run_preamble"]
-
 IMPORTS = """\
 import contextvars
 import functools

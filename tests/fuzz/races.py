@@ -14,8 +14,6 @@ from torch import Tensor
 
 from tests.operator_mode import OperatorMode
 
-__all__ = ["Races"]
-
 aten = torch.ops.aten
 
 _ALONG = {aten.scatter.src, aten.scatter_.src}

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from tests.operator_mode import OperatorMode
 
-__all__ = ["Reordered"]
-
 aten = torch.ops.aten
 
 SCALED = {aten.add.Tensor: 1, aten.sub.Tensor: 1, aten.add_.Tensor: 1, aten.sub_.Tensor: 1, aten.rsub.Tensor: 0}

@@ -17,8 +17,6 @@ from tests.fuzz.program import Program
 from tests.fuzz.verdict import Verdict
 from tests.pool import run_pool
 
-__all__ = ["run_seeds"]
-
 Judge = Callable[[Program], Verdict]
 
 KEEP = 20

@@ -15,8 +15,6 @@ from tests.fuzz.play import copied
 from tests.fuzz.program import Arguments
 from tests.fuzz.verdict import EagerRaises, Wrong, words
 
-__all__ = ["add"]
-
 DISPATCH_STATE = ("_compiled_call_impl", "_forward_hooks_with_kwargs")
 """Attributes of each module that hold its dispatch."""
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from tests.fuzz.program import run_preamble
 
-__all__ = ["LARGEST", "Scope", "is_float", "is_int"]
-
 LARGEST = 50.0
 """Statements with larger numbers (or nan) are rejected: the program would be all rounding."""
 

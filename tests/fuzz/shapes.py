@@ -8,8 +8,6 @@ import torch
 
 from tests.fuzz.scope import Scope, is_int
 
-__all__ = ["PROPOSALS"]
-
 REDUCE = """
 sum mean amax amin std var logsumexp norm prod max min argmax softmax log_softmax cumsum cumprod normalize any all
 median sort topk flip roll cummax var_mean aminmax nansum nanmean count_nonzero softmin logcumsumexp std_mean argsort

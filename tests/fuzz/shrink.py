@@ -10,8 +10,6 @@ from tests.fuzz.check import check
 from tests.fuzz.program import Program
 from tests.fuzz.verdict import Verdict
 
-__all__ = ["shrink"]
-
 
 def shrink(program: Program, verdict: Verdict, check: Callable[[Program], Verdict] = check) -> tuple[Program, Verdict]:
     """Drops results, statements and lines of ``__init__`` while the status stays; compiles once for each attempt."""

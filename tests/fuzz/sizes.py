@@ -19,8 +19,6 @@ from torch.export import Dim
 from tests.device import DEVICE
 from tests.fuzz.program import Arguments, Program, make_arguments
 
-__all__ = ["Variation", "everywhere", "variations"]
-
 PRIMES = (5, 7, 11, 13)
 DRAWN = (PRIMES, (24, 33, 40, 65), (2, 3, 4, 6, 8, 19), (3, 4, 16, 33))
 """Choices for each independent size: primes, large ones, small ones, and sizes of other dimensions."""

@@ -14,8 +14,6 @@ from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.fuzz.check import undisturbed
 from tests.fuzz.verdict import Verdict, one_line
 
-__all__ = ["Changed", "check_state", "generate_state"]
-
 HEAD = """
 import array, collections, contextvars, dataclasses, enum, functools, io, itertools, operator, os, sys, threading, types
 import weakref

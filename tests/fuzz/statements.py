@@ -9,8 +9,6 @@ from torch import nn
 
 from tests.fuzz.scope import Scope, is_int
 
-__all__ = ["RARE_STATEMENTS", "STATEMENTS"]
-
 IN_PLACE = r"""
 {x}.add_({c})
 {x}.mul_({c})

@@ -10,8 +10,6 @@ import torch
 from tests.fuzz.pointwise import split_table
 from tests.fuzz.scope import Scope
 
-__all__ = ["VOCABULARY", "is_complex", "themes"]
-
 SHARE = {"complex": 0.25, "functions": 0.25, "counts": 0.1, "state": 0.15, "texts": 0.05, "pads": 0.05}
 SHARE |= {"computed": 0.06, "caches": 0.06, "control": 0.06, "derivatives": 0.1}
 """The share of programs with each theme."""

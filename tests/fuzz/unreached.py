@@ -12,8 +12,6 @@ from torch import Tensor
 from bridge.base.torch_internals import current_graph_task_id
 from tests.operator_mode import OperatorMode
 
-__all__ = ["Unreached"]
-
 aten = torch.ops.aten
 
 PRODUCTS = (aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)

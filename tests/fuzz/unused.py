@@ -10,8 +10,6 @@ from torch.utils import _pytree as pytree
 
 from tests.operator_mode import OperatorMode
 
-__all__ = ["Unraised"]
-
 
 class Unraised(OperatorMode):
     """Runs an operator that raises again, on zeros, and fills its results with a number.

@@ -6,8 +6,6 @@ import re
 import traceback
 from dataclasses import dataclass
 
-__all__ = ["EagerRaises", "Verdict", "Wrong", "in_backward", "is_lost", "one_line", "place", "words"]
-
 
 @dataclass(frozen=True)
 class Verdict:

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from bridge.base.torch_higher_order import no_frames_compiled
 from bridge.capture import as_python
 
-__all__ = ["written_out"]
-
 
 @contextmanager
 def written_out() -> Iterator[None]:

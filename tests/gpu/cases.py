@@ -10,8 +10,6 @@ import transformers as hf
 from torch import nn
 from transformers.models.bert.modeling_bert import BertLayer
 
-__all__ = ["CASES", "LAYERS"]
-
 _VOCABULARY = 67
 _WIDTH = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 _TEXT = {"vocab_size": _VOCABULARY, "max_position_embeddings": 40}

@@ -7,8 +7,6 @@ import torch
 
 from tests.device import DEVICE
 
-__all__ = ["ON_A_GPU", "two_gpus"]
-
 ON_A_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: TEST_DEVICE=cuda, or make test-gpu"),

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["float32_products"]
-
 
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:

@@ -21,8 +21,6 @@ from tests.host_kernels import HostKernels
 from tests.operator_mode import OperatorMode
 from tests.sweep.other_sizes import Missed, compare_sizes, of_sizes
 
-__all__ = ["Outcome", "Verdict", "check", "combine", "one_line"]
-
 RECORDED_CALLS = 8
 """Calls of a module with recorded programs: warm-ups, calls until addresses repeat, replays."""
 REDUCED = {"rtol": 1e-5, "atol": 1e-6}

@@ -14,8 +14,6 @@ import torch
 from tests.bridge.compare import Call
 from tests.sweep.check import Outcome, check, combine
 
-__all__ = ["names", "run_case"]
-
 RTOL = 1e-9
 
 

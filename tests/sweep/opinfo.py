@@ -18,8 +18,6 @@ from torch.utils import _pytree as pytree
 from tests.bridge.compare import Call
 from tests.sweep.check import Outcome, check, combine
 
-__all__ = ["OperatorModule", "names", "run_case", "samples"]
-
 RTOL = 1e-9
 
 

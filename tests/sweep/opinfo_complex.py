@@ -8,7 +8,5 @@ import torch
 
 from tests.sweep import opinfo
 
-__all__ = ["names", "run_case"]
-
 names = partial(opinfo.names, torch.complex128)
 run_case = partial(opinfo.run_case, dtype=torch.complex128)

@@ -11,8 +11,6 @@ from torch.utils import _pytree as pytree
 
 from tests.sweep import opinfo
 
-__all__ = ["DerivedModule", "names", "run_case"]
-
 
 class DerivedModule(opinfo.OperatorModule):
     """An operator's results, and the derivatives of the sum of their squares with respect to its arguments."""

@@ -14,8 +14,6 @@ from torch.utils import _pytree as pytree
 from bridge import add_tvm_dispatch, stats
 from tests.bridge.compare import Call, assert_same, clone_tree, run
 
-__all__ = ["Missed", "compare_sizes", "of_sizes"]
-
 SIZES = (2, 5, 7)
 """Two of these sizes are run beside the sample's."""
 

@@ -12,8 +12,6 @@ from typing import Any
 from tests.pool import run_pool
 from tests.sweep.check import Outcome, Verdict, combine
 
-__all__ = ["SUITES", "Settings", "run_cases"]
-
 SUITES = {
     name: f"tests.sweep.{name}"
     for name in ("opinfo", "opinfo_complex", "opinfo_derived", "moduleinfo", "zoo", "special")

@@ -21,8 +21,6 @@ from tests.device import DEVICE, generators, moved
 from tests.sweep.check import Outcome, Verdict, check, combine, one_line
 from tests.sweep.models import MODELS, Case
 
-__all__ = ["MODELS", "names", "run_case", "table"]
-
 RTOL = 1e-9
 STEPS = 20
 

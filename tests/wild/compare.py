@@ -15,8 +15,6 @@ from bridge.base.torch_internals import pytree
 from bridge.dispatch import PartStats
 from tests.wild.families import Call, Family
 
-__all__ = ["verdict_on"]
-
 STEPS = 5
 ENTRIES = 2
 """One for the sample's sizes, one for all others."""

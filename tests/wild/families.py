@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Family", "families", "without_cuda"]
-
 Call = tuple[tuple, dict[str, Any]]
 
 

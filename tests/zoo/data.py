@@ -9,8 +9,6 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-__all__ = ["batches", "digits", "text"]
-
 
 @functools.cache
 def _digits() -> tuple[Tensor, Tensor]:

@@ -20,8 +20,6 @@ from torch.utils import _pytree as pytree
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.zoo import scripts
 
-__all__ = ["Outcome", "Script", "compare", "load", "names"]
-
 Script = Callable[[Callable[..., Any]], Iterator[Any]]
 """``train(dispatch)``: calls ``dispatch(module, sample, **options)``, then yields the losses of each step."""
 

@@ -10,8 +10,6 @@ from autodiff.ir import Function, bindings, results, with_outputs
 from autodiff.normalization import fold_normalizations
 from tests.autodiff.golden import golden
 
-__all__ = []
-
 
 def fold(func: Function) -> Function:
     """:func:`fold_normalizations`, which takes bindings, of a function with one result."""

@@ -13,8 +13,6 @@ from autodiff.library import number
 from tests.autodiff.golden import GOLDEN, Golden
 from tests.autodiff.instantiate import instantiate
 
-__all__ = ["SCOPE"]
-
 SCOPE = ExtentScope()
 
 

@@ -8,8 +8,6 @@ from tvm.script import relax as R
 from autodiff.inference import fold_scales, merge_products
 from tests.autodiff.golden import golden
 
-__all__ = []
-
 
 @golden(fold_scales, frozen=3)
 @I.ir_module

@@ -8,8 +8,6 @@ from tvm.script import relax as R
 from autodiff import spell_out
 from tests.autodiff.golden import golden
 
-__all__ = []
-
 
 @golden(spell_out)
 @I.ir_module

@@ -20,8 +20,6 @@ from autodiff.clean import project_tuples
 from autodiff.reverse import undefined_gradients
 from tests.autodiff.golden import golden
 
-__all__ = []
-
 
 @golden(project_tuples)
 @I.ir_module

@@ -17,8 +17,6 @@ from autodiff import (
 )
 from tests.autodiff.golden import golden
 
-__all__ = []
-
 
 @golden(join_pads)
 @I.ir_module

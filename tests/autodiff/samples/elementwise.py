@@ -10,8 +10,6 @@ from tvm.relax import op
 from tests.autodiff.gradcheck import draw
 from tests.autodiff.samples import KINKS, bools, integers, sample, stops
 
-__all__ = ["BINARY", "UNARY"]
-
 UNARY = {
     "exp": (op.exp, torch.exp, draw(3, 4)),
     "log": (op.log, torch.log, draw(3, 4, low=0.1)),

@@ -8,9 +8,6 @@ from tvm.relax import op
 from tests.autodiff.gradcheck import draw
 from tests.autodiff.samples import integers, sample
 
-__all__ = []
-
-
 _updates, _permuted = draw(2, 3, seed=1), torch.tensor([[0, 1, 2], [1, 2, 0]])
 for _axis in (0, 1):
     sample(

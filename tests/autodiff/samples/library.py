@@ -20,8 +20,6 @@ from tests.autodiff.evaluate import tensor_type
 from tests.autodiff.gradcheck import draw
 from tests.autodiff.samples import sample
 
-__all__ = []
-
 
 def _constant(value):
     if isinstance(value, list):

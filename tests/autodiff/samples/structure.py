@@ -10,9 +10,6 @@ from tvm.relax import TupleGetItem, op
 from tests.autodiff.gradcheck import draw
 from tests.autodiff.samples import sample
 
-__all__ = []
-
-
 for _keep in (False, True):
     for _axes in (None, [0], [-1], [0, 2], [1]):
         _dims = tuple(range(3)) if _axes is None else tuple(_axes)

@@ -35,8 +35,6 @@ from bridge.compile.schedule.products import GENERATED
 from tests.bridge.artifact.count_builds import forget_all, in_children
 from tests.bridge.artifact.works import GPU, WORKS
 
-__all__ = ["allowed_on_a_full_disk", "artifacts", "bits_on", "flip", "kill_at_random", "kill_writers"]
-
 Work = Callable[[Path], str]
 
 CHECKS = ("kills", "writes", "flips", "disk")

@@ -14,8 +14,6 @@ from torch import nn
 import bridge
 from tests.bridge.artifact.count_builds import Block, digest
 
-__all__ = ["GPU", "WORKS", "looped", "on_gpu", "plain", "reading"]
-
 
 class Cell(nn.Module):
     """A loop, which becomes one step of the program."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from tests.bridge.compare import Function
 from tests.device import ASSERTS
 from tests.sampling import sampled
 
@@ -131,15 +132,6 @@ CASES = {
 }
 
 
-class Indexing(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x, index):
-        return self.function(x, index)
-
-
 def tensor_of(shape):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
@@ -212,7 +204,7 @@ def test_other_types(name, dtype):
 
 def _agrees(name, dtype):
     function, shape, valid, n = CASES[name]
-    eager, dispatched = Indexing(function), Indexing(function)
+    eager, dispatched = Function(function), Function(function)
     valid_index = torch.tensor(valid, dtype=dtype)
     wanted = outcome(eager, shape, valid_index)
     if isinstance(wanted[0], type):  # eager takes no indices of this type
@@ -247,7 +239,7 @@ def test_numbers_of_other_types(name, dtype):
 )
 def test_what_depends_on_where_a_number_points(function, words):
     with pytest.raises(UnsupportedModule, match=words):
-        add_tvm_dispatch(Indexing(function), (tensor_of(TALL), torch.tensor(0)))
+        add_tvm_dispatch(Function(function), (tensor_of(TALL), torch.tensor(0)))
 
 
 class Held(nn.Module):
@@ -281,7 +273,7 @@ def test_a_number_is_no_constant():
     """Entries of equal calls share programs: one at position 0 and one at a number that is 0 are not equal."""
     x = tensor_of(TALL)
     functions = (lambda x, t: x[0] * 2 + t), (lambda x, t: x[t] * 2 + t), (lambda x, t: x[0] * 2 + t)
-    modules = [add_tvm_dispatch(Indexing(function), (x, torch.tensor(0))) for function in functions]
+    modules = [add_tvm_dispatch(Function(function), (x, torch.tensor(0))) for function in functions]
     for module in modules:
         torch.testing.assert_close(module(x, torch.tensor(2)), module.forward(x, torch.tensor(2)))
         assert stats(module).hits == 1
@@ -315,8 +307,8 @@ def test_a_number_that_is_drawn_beside_is_eagers():
 def test_through_torch_compile(name):
     function, shape, valid, n = CASES[name]
     torch._dynamo.reset()
-    compiled = torch.compile(Indexing(function), backend="tvm_dispatch")
-    assert check(Indexing(function), compiled, shape, indices(valid, n, torch.int64)) == 2
+    compiled = torch.compile(Function(function), backend="tvm_dispatch")
+    assert check(Function(function), compiled, shape, indices(valid, n, torch.int64)) == 2
 
 
 def test_a_graph_layer_padded_with_minus_one_raises_as_eager():

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch
+from tests.bridge.compare import Function
 
 FLOAT8 = torch.ones(3).to(torch.float8_e5m2)
 
@@ -42,15 +43,6 @@ CASES = {
 DRAWN = ("bernoulli", "multinomial")
 
 
-class Entered(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
-
-
 MOVES = pytest.mark.cpu("what an unused draw of a GPU computes does not decide how far it moves the generator")
 
 
@@ -58,7 +50,7 @@ MOVES = pytest.mark.cpu("what an unused draw of a GPU computes does not decide h
 def test_refused(name):
     function, rest, reason = CASES[name]
     with pytest.raises(UnsupportedModule, match=reason):
-        add_tvm_dispatch(Entered(function), (torch.randn(2, 3), *rest))
+        add_tvm_dispatch(Function(function), (torch.randn(2, 3), *rest))
 
 
 def test_a_buffer_is_refused_by_its_name():

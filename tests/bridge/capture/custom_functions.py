@@ -6,24 +6,6 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-__all__ = [
-    "Clipped",
-    "Few",
-    "Identity",
-    "Nested",
-    "Noisy",
-    "OneOfTwo",
-    "Overwrites",
-    "PerInput",
-    "Product",
-    "Reads",
-    "Reversed",
-    "Rounded",
-    "Several",
-    "Undefined",
-    "Writes",
-]
-
 
 class Product(Function):
     """Saves tensors, keeps a number, has a no_grad region and a backward that is differentiable once."""

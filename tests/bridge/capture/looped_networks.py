@@ -10,8 +10,6 @@ from torch.nn import functional as F
 from bridge.capture import LOOP_MARKS
 from bridge.lowering import LoweredCall
 
-__all__ = ["DROPS", "FORMS", "LATER", "MODULES", "ON_THE_HOST", "Indices", "Lstm", "Numbers", "OneOfTwo", "marks_of"]
-
 
 class Lstm(nn.Module):
     """Gates by hand, with layer norms or without; the second axis is time, walked forth or back."""

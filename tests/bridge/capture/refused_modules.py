@@ -23,8 +23,6 @@ from torch import nn
 from bridge import UnsupportedModule, add_tvm_dispatch
 from bridge.base.log import set_logs
 
-__all__ = ["EAGERS_ERROR", "REFUSED"]
-
 
 class Block(nn.Module):
     def __init__(self, then: Any):

@@ -8,17 +8,6 @@ from autodiff.extents import Dim
 from bridge.compile.loop_ir.graph import Graph
 from tests.bridge.compile.planned_graphs import Builder
 
-__all__ = [
-    "GRAPHS",
-    "column_sums",
-    "fused_columns",
-    "layer_norm_backward",
-    "padded",
-    "rows_and_columns",
-    "softmax",
-    "strided",
-]
-
 
 def softmax(rows: Dim, columns: Dim, dtype: str = "float32") -> Graph:
     """Two reductions of a row, one after another, with a value cached between them."""

@@ -15,8 +15,6 @@ from bridge.compile.loop_ir.graph import (
 )
 from bridge.compile.loop_ir.views import dense
 
-__all__ = ["text"]
-
 
 def text(graph: Graph) -> list[str]:
     """A line per node, values numbered in order: ``1 = add(p0, p1[4,8:0,1+2])``, views as shape, strides, offset."""

@@ -16,8 +16,6 @@ from bridge.base.torch_internals import empty_strided
 from bridge.compile.cuda.memory import bytes_of, places_of, rooms_of
 from bridge.compile.runtime.executor import Executor
 
-__all__ = ["HostMemory", "HostRecorder", "HostSlots", "alias", "memories"]
-
 
 @torch.inference_mode(False)  # replays run in any mode
 def alias(tensor: torch.Tensor) -> torch.Tensor:

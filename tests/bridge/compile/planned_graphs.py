@@ -17,8 +17,6 @@ from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.plan_rows import Planned, plan_rows
 from bridge.compile.schedule.products import plan_columns
 
-__all__ = ["Builder", "Kernels", "assert_static_bits", "build", "inputs", "symbolic"]
-
 
 @dataclass
 class Builder:

@@ -13,8 +13,6 @@ from tvm.relax import op as R
 
 from tests.bridge.compile_helpers import function
 
-__all__ = ["OnTorch", "build", "draw", "play", "sample"]
-
 UNARY = ["exp_neg", "tanh", "sigmoid", "erf", "negative", "square", "relu", "half"]
 BINARY = ["add", "subtract", "multiply", "maximum", "where"]
 

@@ -12,8 +12,6 @@ import torch
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.views import View
 
-__all__ = ["addresses", "factors", "random_step", "random_view"]
-
 SHAPES = [(2, 3, 4), (6, 1, 5), (4, 4), (2, 2, 2, 3), (12,), (1, 7), (3, 8, 2), (5, 0, 2), ()]
 
 

@@ -12,8 +12,6 @@ from bridge.compile import CompileOptions, Program, backend_for, compile_functio
 from tests.autodiff.instantiate import instantiate
 from tests.bridge.compile_helpers import function
 
-__all__ = ["SAMPLE", "Symbolic"]
-
 SAMPLE = 48
 
 

@@ -12,8 +12,6 @@ from torch import nn
 from bridge import add_tvm_dispatch
 from tests.bridge.compare import Call
 
-__all__ = ["automatic", "dispatched", "normal"]
-
 
 def dispatched(make: Callable[[], nn.Module], call: Call, dynamic_shapes: Any) -> tuple[nn.Module, nn.Module]:
     """A module in float64, and a copy that is compiled for a call whose sizes vary as the specification says."""

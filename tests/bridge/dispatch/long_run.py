@@ -21,8 +21,6 @@ from bridge import add_tvm_dispatch, stats
 from bridge.base.generators import default_generator
 from tests.device import DEVICE
 
-__all__ = ["LongRun"]
-
 _WIDTH, _CLASSES, _BATCH = 24, 7, 3
 LENGTHS = (5, 8, 11)
 _LEAST_BYTES = 512

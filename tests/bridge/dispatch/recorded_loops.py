@@ -14,8 +14,6 @@ from bridge import add_tvm_dispatch, stats
 from bridge.base.generators import default_generator
 from tests.device import DEVICE
 
-__all__ = ["LOOPS", "Pair", "plain"]
-
 _WIDTH = 24
 
 

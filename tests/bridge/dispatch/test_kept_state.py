@@ -54,18 +54,6 @@ def carries(m, h):
     return h * m.hidden
 
 
-def fills_a_variable():
-    found = None
-
-    def then(m, h):
-        nonlocal found
-        found = h.exp()
-        m.got = lambda: found
-        return h
-
-    return then
-
-
 SETS = {
     "loss": lambda: Net(sets("loss", lambda h, m: h.mean())),
     "was there": lambda: Net(sets("loss", lambda h, m: h.mean()), loss=0.0),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
+from tests.bridge.compare import Function
 from tests.bridge.dispatch.test_orders import agree, step
 from tests.device import DEVICE
 from tests.sampling import sampled
@@ -32,17 +33,6 @@ class Scale(nn.Module):
 
     def forward(self, x):
         return x * self.by
-
-
-class Calls(nn.Module):
-    """A function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 FUNCTIONS = (
@@ -74,7 +64,7 @@ def layer(draw, rank, channels):
             return nn.AvgPool2d(2, ceil_mode=True), channels
         case "function":
             function = draw.choice(FUNCTIONS)
-            return Calls(function), channels * (2 if function is FUNCTIONS[1] else 1)
+            return Function(function), channels * (2 if function is FUNCTIONS[1] else 1)
         case _:
             return Scale(1, channels, *[1] * rank), channels
 

@@ -13,8 +13,6 @@ import torch
 import tvm
 import tvm_ffi
 
-__all__ = ["COMPILER", "printed_by_the_example"]
-
 EXAMPLE = Path(__file__).parents[3] / "examples" / "run_compiled.cc"
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["STEPS", "batch_of", "trained"]
-
 STEPS = 20
 
 

@@ -20,10 +20,7 @@ from bridge.dispatch import recompute
 from bridge.library import attention
 from bridge.rng import draws
 from tests import philox
-from tests.bridge.library.test_dropping_attention import generator
 from tests.sampling import sampled
-
-__all__ = ["generator"]
 
 pytestmark = pytest.mark.cpu("kernels for the CPU under the names of CUDA's")
 

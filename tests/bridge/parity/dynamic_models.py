@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-__all__ = ["MODELS", "Varying"]
-
 VOCABULARY = 53
 LONGEST = 40
 WIDTH = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40}

@@ -8,25 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "DROPOUT",
-    "SPECIAL",
-    "VOCABULARY",
-    "WIDTH",
-    "Arguments",
-    "Case",
-    "attention_mask",
-    "decoder",
-    "images",
-    "language",
-    "loss_of",
-    "seq2seq",
-    "text_only",
-    "tokens",
-    "translation",
-    "vision",
-]
-
 VOCABULARY = 53
 WIDTH = {
     "vocab_size": VOCABULARY,

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from tests.sweep.models.batches import Case, decoder, language
 
-__all__ = ["MODELS"]
-
 
 def _routed(model: type[nn.Module], config: hf.PreTrainedConfig, form: str) -> nn.Module:
     config._experts_implementation = form

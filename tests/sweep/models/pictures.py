@@ -6,9 +6,6 @@ import transformers as hf
 
 from tests.sweep.models.batches import DROPOUT, Case, images, vision
 
-__all__ = ["MODELS"]
-
-
 MODELS = {
     "vit": Case(
         lambda: hf.ViTForImageClassification(

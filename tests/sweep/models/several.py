@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 from tests.sweep.models.batches import SPECIAL, WIDTH, Arguments, Case, images, text_only
 
-__all__ = ["MODELS"]
-
 CLASSES = 3
 QUERIES = 5
 

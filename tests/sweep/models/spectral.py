@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from tests.sweep.models.batches import DROPOUT, VOCABULARY, WIDTH, Arguments, Case, tokens
 
-__all__ = ["MODELS"]
-
 
 def _fnet() -> nn.Module:
     options = {**WIDTH, "hidden_dropout_prob": DROPOUT["hidden_dropout_prob"]}

@@ -10,8 +10,6 @@ from torch import nn
 
 from tests.sweep.models.batches import SPECIAL, Arguments, Case, seq2seq, tokens
 
-__all__ = ["MODELS"]
-
 
 def _wav2vec2(**options: Any) -> nn.Module:
     layers = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40}

@@ -22,8 +22,6 @@ from tests.sweep.models.batches import (
     translation,
 )
 
-__all__ = ["MODELS"]
-
 
 def _bert(attention: str) -> nn.Module:
     config = hf.BertConfig(**WIDTH, **DROPOUT)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["close", "close_to_exact", "same"]
-
 ULPS = 6
 """The largest distance of two roundings of one number, in units in the last place."""
 

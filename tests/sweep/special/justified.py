@@ -14,8 +14,6 @@ import torch
 
 from tests.sweep.special.run import Difference
 
-__all__ = ["excuse"]
-
 
 def _size(difference: Difference) -> float:
     """The largest finite magnitude among the inputs."""

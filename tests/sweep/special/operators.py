@@ -19,8 +19,6 @@ from tests.sweep.special import points
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
 
-__all__ = ["Case", "cases"]
-
 
 @dataclass(frozen=True)
 class Case:
@@ -91,11 +89,6 @@ def _signed_rows(dtype: torch.dtype) -> list[Tensor]:
     a, b = _row_pairs(dtype)
     sign = torch.ones(len(a), dtype=dtype)
     return [torch.cat([a, a]), torch.cat([b, b]), torch.cat([sign, -sign])]
-
-
-def _grids(dtype: torch.dtype) -> list[Tensor]:
-    """Each row as a batch of two examples of two channels."""
-    return [points.rows(dtype).reshape(-1, 2, 2, 1)]
 
 
 UNARY = {

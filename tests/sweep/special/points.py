@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["INF", "NAN", "UPSTREAM", "cross", "few", "inner", "pairs", "rows", "unit", "values"]
-
 INF, NAN = float("inf"), float("nan")
 
 UPSTREAM = (1.0, -2.0, 0.0, INF, NAN)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
+from tests.bridge.compare import Function
 from tests.sweep.special.compare import close_to_exact, same
 from tests.sweep.special.operators import Case
 from tests.sweep.special.points import UPSTREAM
-
-__all__ = ["Difference", "Findings", "run"]
 
 RAMP = (1.0, 0.5, -2.0, 3.0)
 """The proportions of the upstream gradients in one row."""
@@ -25,17 +23,6 @@ SIGN = "the sign of a zero"
 
 Answer = dict[str, Tensor]
 """``value 0``, ``gradient 0``, … by name; the first axis counts the points."""
-
-
-class Operator(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.function(*tensors)
 
 
 @dataclass(frozen=True)
@@ -83,8 +70,8 @@ def run(
     upstream = torch.tensor(UPSTREAM, dtype=torch.float64).repeat_interleave(count)
     grads = [column.is_floating_point() and index not in case.constant for index, column in enumerate(columns)]
     sample = [column[0] if case.alone else column for column in columns]
-    module = Operator(case.function)
-    asked = Operator(reference or case.function)
+    module = Function(case.function)
+    asked = Function(reference or case.function)
     ask = _each if case.alone else _answer
     try:
         wanted = ask(asked, columns, grads, upstream)
