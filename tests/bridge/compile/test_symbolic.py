@@ -64,7 +64,8 @@ def slices(emit, x, n):
 
 
 def joined(emit, x, y, n):
-    return [emit(R.concat([x, emit(R.exp(y))], 0)), emit(R.stack([x, y], 0))]
+    parts = [emit(R.expand_dims(each, 0)) for each in (x, y)]
+    return [emit(R.concat([x, emit(R.exp(y))], 0)), emit(R.concat(parts, 0))]
 
 
 def padded(emit, x, n):
