@@ -91,7 +91,7 @@ class _Interpreter(Lookups):
                 if follower < len(self.instructions) and self._merge(follower, stack):
                     waiting.append(follower)
         self.flow.offsets = [each.offset for each in self.instructions]
-        keys = [source[2] for source in self.flow.reads if source[0] == "item"]
+        keys = [source[2] for source in self.flow.reads if source[0] in ("item", "member")]
         self.flow.by_results = bool(self.flow.relations) or any(
             key[0] in ("result", "var") and self.flow.places(key) for key in keys
         )
@@ -310,11 +310,9 @@ class _Interpreter(Lookups):
             container, key = pop(), pop()
             self.flow.iterated.update((source, None) for source in container if source[0] not in NO_PLACES)
             for source in container:
-                for which in key:
-                    if which[0] == "const" and source[0] != "null":
-                        self.flow.reads["item", source, which] = None
-                    else:
-                        self._whole(frozenset((source,)), compared=True)
+                for which in without_locals(key) or key:
+                    if source[0] != "null":
+                        self.flow.reads["item" if which[0] == "const" else "member", source, which] = None
             self._whole(key, compared=True)
             stack.append(NOTHING)
         elif name.startswith("UNARY_") or name in ("TO_BOOL", "GET_LEN"):

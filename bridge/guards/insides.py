@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -51,6 +52,11 @@ class Insides(World):
         if not self.knows(owner):
             self.strangers.note(owner, ("entry", key) if key is not ANY and is_key(key) else ("whole", ""))
             return self.inside(owner, 1)
+        if type(owner) in (set, frozenset) and key is not ANY and is_key(key):
+            self._class(owner)
+            place = self.place(owner).then(f" with {key!r:.80}")
+            self.ask(operator.contains, (self.original(owner), key), {}, str(place))
+            return []
         if is_a(owner, dict | types.MappingProxyType) and key is not ANY and is_key(key):
             self._class(owner)
             own = self.original(owner)
@@ -59,6 +65,14 @@ class Insides(World):
             )
         self.whole(owner)
         return self.inside(owner, 1)
+
+    def member(self, owner: Any, keys: Iterable[Any], where: str) -> None:
+        """Notes whether a container has some keys, or one of its elements equals one of them."""
+        for key in keys:
+            if is_a(owner, dict | types.MappingProxyType | set | frozenset):
+                self.entry(owner, key)
+            else:
+                self.whole(owner, where, compared=True)
 
     def is_table(self, value: Any) -> bool:
         """Whether an object is a container of many plain values: one place, with nothing inside to follow."""

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import _bootstrap
-from types import CodeType, FrameType, FunctionType, GeneratorType
+from types import CodeType, FrameType, FunctionType, GeneratorType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -414,6 +414,8 @@ class Reads(CallAnalysis):
         for place, call in flow.calls.items():
             for source in self._expanded(frame, call.function) if place not in frame.calls.heard else ():
                 for value in self._values(frame, source):
+                    if type(value) is MethodDescriptorType:  # the profiler reports its calls
+                        continue
                     if place not in frame.calls.python or does(type(value), "gets"):
                         self._called(frame, place, value, call, source)
 

@@ -217,14 +217,14 @@ class Sources(Insides):
         if kind == "receiver":
             owners = [each[1] for each in self._expanded(frame, [of]) if each[0] == "attr"]
             return [value for owner in owners for value in self._values(frame, owner)]
-        if kind == "held" or (kind in ("each", "item") and of[0] == "held"):
+        if kind == "held" or (kind in ("each", "item", "member") and of[0] == "held"):
             return self._values(frame, of)
         if kind == "super":
             first = next(iter(frame.args.values()), None)
             one = frame.cells.get("__class__")
             found = is_a(one, type) and (is_a(first, one) or (is_a(first, type) and issubclass(first, one)))
             return self.attribute(super(one, first), of) if found else []
-        if kind in ("each", "item"):
+        if kind in ("each", "item", "member"):
             owners, made = self._values(frame, of), []
             if of[0] == "var":
                 owners, made = ([*held.values()] for held in frame.variables.shown[of[1]])
@@ -233,6 +233,10 @@ class Sources(Insides):
             keys = [] if kind == "each" else self._keys(frame, source[2])
             if not keys and kind != "each" and (not frame.over or _is_without_call(frame, source[2])):
                 return []  # the key is not there yet, or another source gives it
+            for owner in owners if kind == "member" else ():
+                self.member(owner, keys or [ANY], frame.where)
+            if kind == "member":
+                return []
             if not keys:
                 return [*made, *(value for owner in owners for value in self._each(frame, owner))]
             return [*made, *(value for owner in owners for key in keys for value in self.entry(owner, key))]

@@ -35,6 +35,13 @@ key by an object's class: class C: pass~O = C(); H = {str(C): 2.} | H.get(str(ty
 key by a class's name: class C: pass~O = C(); H = {'C': 2.} | H[O.__class__.__name__] | H['C'] = 3.
 key by another name: class C: pass~H = {str(C): 2.} | H.get(str(C), 3.) | C.__qualname__ = 'D'
 key by another module: class C: pass~H = {str(C): 2.} | H.get(f'{C}', 3.) | C.__module__ = 'd'
+member of a set: H = {'a', 'b'} | 2. + ('b' in H) | H.discard('b')
+class in a set: class C: pass~H = {C}~def f(k): return 2. + (k in H) | f(C) | H.clear()
+no member of a frozen set: H = frozenset('ab')~def f(k): return 2. + (k not in H) | f('c') | H = frozenset('abc')
+number in a set: H = {1, 2}~def f(k): return 2. + (k + 1 in H) | f(1) | H.remove(2)
+class in a dictionary: class C: pass~H = {C: 1}~def f(k): return 2. + (k in H) | f(C) | del H[C]
+computed member of a list: H = ['k1']~def f(k): return 2. + (f'k{k}' in H) | f(1) | H[0] = 'k2'
+member of either: A, B = {'a'}, {'b'}~def f(k): return 2. + (k in (A if k else B)) | f('a') | A.clear()
 text of a class: class C: pass~O = C() | 2. if 'C' in str(type(O)) else 3. | C.__qualname__ = 'D'
 key by the text of a result: H = {'8': 2.} | H.get(str(int('8')), 3.) | H['8'] = 4.
 view held: D = {'k': [2.]}; H = D.values() | next(iter(H))[0] | D['k'][0] = 3.
@@ -302,6 +309,11 @@ other key than an object's class: class C: pass~O = C(); D = {str(C): 2.} | D.ge
 other key than a class's name: class C: pass~O = C(); D = {'C': 2.} | D[O.__class__.__name__] | D['j'] = 2
 other key of a registry: class R(dict):~    def get(self, of): return super().get(str(of.__class__)) or 3.
   ~class C: pass~O = C(); D = R({str(C): 2.}) | D.get(O) | D['j'] = 2
+other member of a set: H = {'a', 'b'} | 2. + ('b' in H) | H.add('c')
+other class in a set: class C: pass~H = {C}~def f(k): return 2. + (k in H) | f(C) | H.add(int)
+other class in a dictionary: class C: pass~H = {C: 1}~def f(k): return 2. + (k in H) | f(C) | H[int] = 1
+registered before: H = {'a'}~def f(k):~    if k in H: return 2.~    H.add(k)~    return 2.
+  | f('a') | H.add('b')
 other key, behind a proxy: D = {'k': 2.}; H = types.MappingProxyType(D) | H['k'] | D['j'] = 2
 other name of a class: class C: k = 2. | C.__dict__['k'] | C.z = 1
 other of a thread: L = threading.local(); L.k = 2. | L.k | L.z = 1
