@@ -67,11 +67,12 @@ def _keys(spec: pytree.TreeSpec) -> list[str]:
     fields = getattr(spec.context if isinstance(spec.context, type) else spec.type, "_fields", None)
     if fields is not None and len(fields) == count:
         return [f".{name}" for name in fields]
-    keys = _dict_keys(spec)
+    keys = dict_keys(spec)
     return [f"[{key!r}]" for key in (range(count) if keys is None else keys)]
 
 
-def _dict_keys(spec: pytree.TreeSpec) -> list[Any] | None:
+def dict_keys(spec: pytree.TreeSpec) -> list[Any] | None:
+    """The keys of a structure that is a dictionary, in order."""
     context = spec.context
     if isinstance(context, list) and len(context) == 2 and isinstance(context[1], list):  # a defaultdict's
         context = context[1]
@@ -104,7 +105,7 @@ def _described(spec: pytree.TreeSpec) -> str:
         return "a single value"
     if spec.type is ObjectNode:
         return f"{spec.context[0].__name__} with {[name for name, _ in spec.context[2]]}"
-    keys = _dict_keys(spec)
+    keys = dict_keys(spec)
     kind = spec.context if isinstance(spec.context, type) else spec.type
     return f"{kind.__name__} of {spec.num_children if keys is None else keys}"
 

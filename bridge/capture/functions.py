@@ -148,6 +148,8 @@ class Functions:
         written = [*written] if self._running is not F.gaussian_nll_loss else []
         for tensor in written:
             self.rules.mutated(op.overloadpacket.__name__, tensor)
+        if op.overloadpacket.__name__.startswith("_foreach"):  # torch counts no writes of lists under a mode
+            torch.autograd.graph.increment_version(written)
         self.rules.memory.note(map(storage_id, written))
         for result in results:
             self.rules.returned(tensors, result)

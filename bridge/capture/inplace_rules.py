@@ -181,13 +181,12 @@ class InputMemory:
         for each in inputs:
             self.inputs.setdefault(storage_id(each), []).append(each)
         self._exchanged, self._exchanging, self._uncounted = set[int](), set[int](), set[int]()
-        self._first = {id(each): _version(each) for each in inputs}
-        self._latest = {storage: list(map(_version, found)) for storage, found in self.inputs.items()}
+        self._latest = {storage: list(map(version_of, found)) for storage, found in self.inputs.items()}
 
     def note(self, storages: Iterable[int]) -> None:
         """Notes that an operator has written memory."""
         for storage in {*storages} & self.inputs.keys():
-            before, self._latest[storage] = self._latest[storage], list(map(_version, self.inputs[storage]))
+            before, self._latest[storage] = self._latest[storage], list(map(version_of, self.inputs[storage]))
             if storage in self._exchanging:
                 self._exchanging.remove(storage)
             elif before == self._latest[storage]:
@@ -201,17 +200,12 @@ class InputMemory:
     def exchanged(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
         return frozenset(index for index, each in enumerate(inputs) if storage_id(each) in self._exchanged)
 
-    def counted(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Indices of the inputs whose version counter has moved."""
-        first = self._first.get
-        return frozenset(n for n, each in enumerate(inputs) if first(id(each), _version(each)) != _version(each))
-
     def uncounted(self, inputs: Sequence[torch.Tensor]) -> frozenset[int]:
         """Indices of the inputs that were written without moving their version counter."""
         return frozenset(index for index, each in enumerate(inputs) if storage_id(each) in self._uncounted)
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """The tensor's version counter; 0 for a tensor made in inference mode, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 

@@ -25,7 +25,7 @@ from bridge.base.torch_internals import (
     set_version_counters,
     storage_id,
 )
-from bridge.capture.inplace_rules import CHANGES_ARGUMENT
+from bridge.capture.inplace_rules import CHANGES_ARGUMENT, version_of
 from bridge.capture.rows import memory_of
 from bridge.capture.twin import Twin
 from bridge.guards import Snapshot, in_its_place, reads_as_forward
@@ -180,16 +180,18 @@ class Protected:
     """Memory that a run may write but does not own: restored after the run, with torch's version counters.
 
     Args:
-        parameters: the memory of parameters.
-        others: further tensors.
+        memory: the memory.
+        inputs: the run's input tensors.
         inner: arguments that are leaves in the run but computed in the caller's graph: eager may write them.
+
+    Attributes:
+        counted: ids of the inputs, and tensors from elsewhere, whose version counter the run has moved.
     """
 
-    def __init__(self, parameters: set[int], others: Sequence[torch.Tensor], inner: Sequence[torch.Tensor]):
-        self._inner = {storage_id(each) for each in inner}
-        self._memory = parameters | {storage_id(each) for each in others}
+    def __init__(self, memory: Iterable[int], inputs: Sequence[torch.Tensor], inner: Sequence[torch.Tensor]):
+        self._inner, self._memory = {storage_id(each) for each in inner}, {*memory}
+        self._counters, self.counted = [(each, version_of(each)) for each in inputs], set[int]()
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._versions: list[tuple[torch.Tensor, int]] = []
 
     def add(self, tensor: torch.Tensor) -> None:
         """Protects the memory of a tensor from elsewhere; :class:`UnsupportedModule` for a sparse one."""
@@ -198,6 +200,7 @@ class Protected:
             raise UnsupportedModule("", [problem])
         if (memory := memory_of(tensor)) is not None:
             self._memory.add(memory)
+            self._counters.append((tensor, version_of(tensor)))
 
     def note(self, tensor: torch.Tensor) -> None:
         """Saves memory before a write; :class:`UnsupportedModule` for a tensor that only eager may write."""
@@ -209,13 +212,13 @@ class Protected:
         if memory in self._memory and memory not in self._before:
             storage = tensor.untyped_storage()
             self._before[memory] = storage, storage.clone()
-        if memory in self._memory and not tensor.is_inference():
-            self._versions.append((tensor, tensor._version))
 
     def restore(self) -> None:
         for storage, before in self._before.values():
             storage.copy_(before)
-        for tensor, version in reversed(self._versions):  # ends with the first one; views have their base's counter
+        moved = [(tensor, version) for tensor, version in self._counters if version_of(tensor) != version]
+        self.counted = {id(tensor) for tensor, _ in moved}
+        for tensor, version in moved:
             set_version_counters((tensor,), (version,))
 
 

@@ -106,7 +106,8 @@ class Given:
             if each.requires_grad and not each.is_leaf
         ]
         inner += map(self.own, self.computed.values())
-        return Protected(set(map(storage_id, self.parameters)), self.inputs[len(self.owned) :], inner)
+        memory = map(storage_id, (*self.parameters, *self.inputs[len(self.owned) :]))
+        return Protected(memory, self.inputs, inner)
 
     @property
     def constants(self) -> list[Any]:
@@ -446,7 +447,8 @@ class _Watch:
         observation, memory, free = self.observation, self.rules.memory, run.record.free
         index_of = {place: index for index, place in enumerate(run.order)}
         observation.derived = frozenset(index_of[n] for n in self.rules.derivatives.derived if n in index_of)
-        observation.counted, observation.checkpointed = memory.counted(inputs), self.rules.checkpointed.of(inputs)
+        moved, observation.checkpointed = self.protected.counted, self.rules.checkpointed.of(inputs)
+        observation.counted = frozenset(index for index, each in enumerate(inputs) if id(each) in moved)
         observation.saved, observation.saved_views = self.saved.inputs(inputs)
         exchanged, unseen = (
             frozenset(index for index in found if run.order[index] not in free)

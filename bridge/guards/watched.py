@@ -405,12 +405,13 @@ def alike(now: Any, then: Any, deep: int = 8) -> bool:
         return True
     if type(now) is not type(then) or now is ABSENT or not deep or is_a(now, _IDENTITIES):
         return False
-    if type(now) in (list, set) or is_a(now, tuple):
+    if type(now) in (list, tuple, set):
         now, then = kept(now), kept(then)
         return len(now) == len(then) and all(alike(a, b, deep - 1) for a, b in zip(now, then, strict=True))
     if is_told(type(now)):
         return repr(now) == repr(then)
-    if (held := contents_of(now)) is not None and not alike(held(now), held(then), deep - 1):
+    held = kept if is_a(now, tuple) else contents_of(now)
+    if held is not None and not alike(held(now), held(then), deep - 1):
         return False
     own, slots = dict_of(now), slots_in(type(now))
     if type(now).__module__ == "builtins" or (own is None and not slots):

@@ -48,20 +48,28 @@ def dict_of(value: Any) -> dict[str, Any] | None:
 def same(now: Any, then: Any) -> bool:
     """Whether two values are the same object, or plain values of one type that no operator can tell apart.
 
-    Lists are compared by elements, other mutable objects by identity, frozensets in iteration order.
+    Lists are compared by elements, other mutable objects by identity, frozensets in iteration order; objects of a
+    user's class of numbers or strings as the plain values that they extend, with their attributes.
     """
     if now is then:
         return True
-    if type(now) is not type(then):
+    if (kind := type(now)) is not type(then):
         return False
-    if type(now) is list or isinstance(now, tuple | frozenset):
+    if kind is not list and kind not in PLAIN and not _same_attributes(now, then):
+        return False
+    if kind is list or isinstance(now, tuple | frozenset):
         now, then = kept(now), kept(then)
         return len(now) == len(then) and all(map(same, now, then))
-    if not issubclass(type(now), PLAIN):  # a stand-in for a number only says that it is one
-        return False
-    if isinstance(now, float | complex):  # zero has a sign, and nan is nan
-        return repr(now) == repr(then)
-    return bool(now == then)
+    kind = next((each for each in PLAIN if issubclass(kind, each)), object)  # a stand-in for a number says it is one
+    if kind in (float, complex):  # zero has a sign, and nan is nan
+        return kind.__repr__(now) == kind.__repr__(then)
+    return kind.__eq__(now, then) is True
+
+
+def _same_attributes(now: Any, then: Any) -> bool:
+    """Whether two objects of one class have the same attributes, and none in slots."""
+    own = ([*(dict_of(each) or {}).items()] for each in (now, then))
+    return same(*own) and not any(vars(base).get("__slots__") for base in type(now).__mro__)
 
 
 def constant_key(value: Any) -> tuple | None:

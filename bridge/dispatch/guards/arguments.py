@@ -22,7 +22,7 @@ from torch import nn
 
 from autodiff.extents import Dim
 from bridge.base.errors import ARGUMENTS, STRUCTURE, GuardFailure
-from bridge.base.pytrees import has_objects, leaf_names, objects_of, packed_arguments, structure_difference
+from bridge.base.pytrees import dict_keys, has_objects, leaf_names, objects_of, packed_arguments, structure_difference
 from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured, is_number
@@ -261,7 +261,7 @@ class _Structure:
             raise GuardFailure(STRUCTURE, "order of keyword arguments", detail)
         packed = packed_arguments((args, {name: kwargs[name] for name in self._keywords}))
         leaves, spec = pytree.tree_flatten(packed)
-        if spec != self._spec:
+        if not same_structure(spec, self._spec):
             raise GuardFailure(STRUCTURE, *structure_difference(self._spec, spec))
         if self._has_kin(packed):
             raise GuardFailure(STRUCTURE, "an argument's identity", "an object that forward reads elsewhere, too")
@@ -313,6 +313,12 @@ def _shape_of(spec: pytree.TreeSpec, index: int) -> tuple | None:
     return child.type, child.context, [_shape_of(child, i) for i in range(child.num_children)], child
 
 
+def same_structure(now: pytree.TreeSpec, then: pytree.TreeSpec) -> bool:
+    """Whether two structures are equal, and the keys of their dictionaries as well by type (``1`` is not ``True``)."""
+    is_same = now == then and same(dict_keys(now), dict_keys(then))
+    return is_same and all(map(same_structure, now.children(), then.children()))
+
+
 def _take(value: Any, shape: tuple | None, leaves: list[Any]) -> bool:
     """Appends the leaves of ``value`` if it has this structure; whether it has."""
     if shape is None:
@@ -324,13 +330,13 @@ def _take(value: Any, shape: tuple | None, leaves: list[Any]) -> bool:
     if kind is tuple or kind is list:
         fields = value
     elif kind is dict:
-        if list(value) != context:
+        if not same([*value], context):
             return False
         fields = value.values()
     else:
         found, now = pytree.tree_flatten(value)
         leaves += found
-        return now == spec
+        return same_structure(now, spec)
     return len(fields) == len(children) and all(map(_take, fields, children, [leaves] * len(children)))
 
 

@@ -509,3 +509,18 @@ def test_the_order_of_collected_keywords(wrapped, on_miss):
         call = {name: given[name] for name in names}
         torch.testing.assert_close(module(**call), first(**call), rtol=1e-12, atol=1e-12)
     assert stats(module).hits == (5 if on_miss == "compile" else 2 if wrapped else 3)
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, lambda d: [d]])
+@pytest.mark.parametrize("other", [True, 1.0], ids=repr)
+def test_keys_that_are_equal_and_look_otherwise(kind, other):
+    """Beside another argument as well, whose form is bound to the signature."""
+    module = Net(lambda m, b: next(m.linear(v) * len(repr(k)) for k, v in (b[0] if type(b) is list else b).items()))
+    add_tvm_dispatch(module, (kind({1: x(1)}),))
+    for keywords in (False, True):
+        given = kind({other: x(2)})
+        result = module(b=given) if keywords else module(given)
+        torch.testing.assert_close(result, module.linear(x(2)) * len(repr(other)))
+    assert stats(module).hits == 0
+    module(kind({1: x(3)}))
+    assert stats(module).hits == 1

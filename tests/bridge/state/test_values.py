@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 import torch
 
-from bridge.guards.watched import nested
+from bridge.guards.watched import alike, nested
 from bridge.state.values import constant_key, same
 
 
@@ -25,6 +25,27 @@ DIFFERENT = [
 def test_values_that_an_operator_can_tell_apart_are_not_the_same(compare):
     for (i, one), (j, other) in itertools.product(enumerate(DIFFERENT), repeat=2):
         assert compare(one, other) == (i == j), (one, other)
+
+
+PLAIN = {str: "a", int: 1, float: 1, complex: 1, bytes: b"a", tuple: (1,), frozenset: (1,)}
+
+
+@pytest.mark.parametrize("base", PLAIN)
+def test_objects_of_a_users_class_of_plain_values_are_compared_with_their_attributes(base):
+    own = type("Own", (base,), {})
+    one, other = own(PLAIN[base]), own(PLAIN[base])
+    one.scale, other.scale = 2.0, 3.0
+    for compare in (same, alike):
+        assert not compare(one, other) and not compare([one], [other]) and not compare((0, one), (0, other))
+    other.scale = 2.0
+    assert same(one, other) and alike(one, other) and alike({"a": one}, {"a": other})
+
+
+def test_their_own_comparison_is_not_asked():
+    told = {"__eq__": lambda *_: True, "__hash__": lambda _: 1, "__repr__": lambda _: "1"}
+    for base in (str, int, float):
+        own = type("Own", (base,), told)
+        assert not same(own(1), own(2)) and same(own(1), own(1))
 
 
 def test_keys_are_equal_where_values_are_the_same():
