@@ -126,12 +126,15 @@ _OF_COMPILED_CALLS = set("bernoulli_ clone contiguous copy_ detach expand mean n
 _OF_COMPILED_CALLS |= set("requires_grad_ reshape softmax squeeze sum transpose unflatten unsqueeze view".split())
 """Methods of tensors that compiled calls run: a replaced one would change their numbers."""
 
+_OF_DYNAMO = (nn.Module, "__init__")
+"""The process's first ``torch.compile`` replaces it, by one that calls it; calls of it in forward are followed."""
+
 
 def special_methods_of(kind: type) -> list[tuple[str, Any]]:
     """The special methods of a class and its bases: Python looks them up without a mention in forward's code."""
-    bases = [base.__dict__ for base in kind.__mro__ if is_changeable(base)]
     special = _SPECIAL - _TEXTS | _OF_COMPILED_CALLS if kind is torch.Tensor else _SPECIAL
-    return [(name, held[name]) for held in bases for name in held if name in special]
+    found = [(base, name) for base in kind.__mro__ if is_changeable(base) for name in base.__dict__ if name in special]
+    return [(name, base.__dict__[name]) for base, name in found if (base, name) != _OF_DYNAMO]
 
 
 def fields_of(value: Any) -> list[str]:

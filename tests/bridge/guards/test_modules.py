@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
+from tests.bridge.compare import Function
 
 
 class Holds(nn.Module):
@@ -157,3 +158,28 @@ def test_attributes_are_not_compared_by_their_own_code():
     module.options = Compared(3.0)
     assert torch.equal(module(x), x * 3)
     assert list(stats(module).misses) == ["attribute 'options' of the module changed"]
+
+
+class Made(nn.Module):
+    def forward(self, x):
+        return x * self.factor
+
+
+@pytest.mark.parametrize("makes", [False, True], ids=["made before", "forward makes one"])
+def test_the_first_torch_compile_of_a_process_is_no_change(makes, monkeypatch):
+    """It replaces ``nn.Module.__init__`` for good; a forward that makes modules follows what that sets."""
+    plain = nn.Module.__init__
+
+    def setting(factor):
+        def init(self):
+            plain(self)
+            self.__dict__["factor"] = factor
+
+        return init
+
+    monkeypatch.setattr(nn.Module, "__init__", setting(2.0))
+    module, x = Function((lambda x: Made()(x) + 1) if makes else lambda x: x.sin() + 1), torch.ones(3)
+    add_tvm_dispatch(module, x)
+    monkeypatch.setattr(nn.Module, "__init__", setting(3.0))
+    assert torch.equal(module(x), x * 3 + 1 if makes else x.sin() + 1)
+    assert stats(module).hits == (not makes)
