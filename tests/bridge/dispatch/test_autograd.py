@@ -106,6 +106,28 @@ def test_second_backward_without_retain_graph_fails_as_in_eager():
             loss.backward()
 
 
+def test_results_that_share_nothing_are_of_one_graph():
+    """A call is one graph: eager frees each result's own."""
+
+    def steps(towers, **retained):
+        a, b = towers(torch.ones(2, 3))
+        a.sum().backward(**retained)
+        b.sum().backward()
+        return [each.grad for each in towers.parameters()]
+
+    def forward(module, x):
+        return module.a(x).tanh(), module.b(x).tanh()
+
+    eager = type("Towers", (nn.Module,), {"forward": forward})()
+    eager.a, eager.b = nn.Linear(3, 3), nn.Linear(3, 3)
+    dispatched, wanted = copy.deepcopy(eager), steps(eager)
+    add_tvm_dispatch(dispatched, torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        steps(dispatched)
+    dispatched.zero_grad()
+    torch.testing.assert_close(steps(dispatched, retain_graph=True), wanted)
+
+
 def test_accumulation_over_three_steps():
     def steps(module):
         torch.manual_seed(0)
