@@ -217,7 +217,7 @@ class Plan:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """A line per row, its cells aligned in columns, those of ``right`` to the right; the last column is not padded."""
+    """A line per row, its cells aligned in columns, ``right`` ones to the right; the last column is not padded."""
     widths = [*(max(map(len, cells)) for cells in list(zip(*rows, strict=True))[:-1]), 0]
     return [
         "  ".join(

@@ -443,7 +443,7 @@ class _Watch:
         observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])
 
     def _describe_inputs(self, run: RealRun, inputs: Sequence[torch.Tensor]) -> None:
-        """Notes what the run does with the inputs, by their positions in the compiled code's order."""
+        """Notes the uses of the inputs in the run, by their positions in the compiled code's order."""
         observation, memory, free = self.observation, self.rules.memory, run.record.free
         index_of = {place: index for index, place in enumerate(run.order)}
         observation.derived = frozenset(index_of[n] for n in self.rules.derivatives.derived if n in index_of)

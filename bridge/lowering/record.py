@@ -258,7 +258,7 @@ class KeptLowering(LoweredCall):
         if not call["mutated"]:
             self.captured.__dict__["mutated"] = ()
         self._stages = call["stages"]
-        #: () → the imported function, those of the further stages, and the expected backward, if there is one.
+        #: () → the functions of the imported and the further stages, and the expected backward, if there is one.
         text = parts["functions"]
         self._functions = cache(lambda: functions_of(zlib.decompress(text).decode()))
         self.imported = _without_init(_LateImported, **call["imported"], _functions=self._functions)

@@ -81,7 +81,7 @@ def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> 
     if any(len(form.stride) != len(form.shape) for form in record.forms):
         return None  # tensors without strides
     if any(clamps_unseen(record, row) for row in record.rows):
-        return None  # a step would return what it writes, with the gradient that autograd does not see
+        return None  # a step would return its writes, with the gradient that autograd does not see
     try:
         record = casts_first(record)
         calls = calls_of(record, results, draws)
