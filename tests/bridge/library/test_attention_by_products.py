@@ -20,6 +20,7 @@ from bridge.dispatch import recompute
 from bridge.library import attention
 from bridge.rng import draws
 from tests import philox
+from tests.bridge.library import test_dropping_attention
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.cpu("kernels for the CPU under the names of CUDA's")
@@ -34,6 +35,10 @@ def on_gpu(operator, query, key, value, rate=0.0):
     """The rule's answer for tensors on the host, as if they were on a GPU."""
     forms = [SimpleNamespace(shape=each.shape, dtype=each.dtype, device=CUDA) for each in (query, key, value)]
     return BY_PRODUCTS(operator, *forms, rate)
+
+
+generator = test_dropping_attention.generator
+"""The fixture."""
 
 
 @pytest.fixture
