@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from bridge.base.errors import Unsupported, UnsupportedModule, line_of_forward
 from bridge.base.modes import replaced_here, while_active
@@ -95,7 +94,7 @@ class Functions:
     def __init__(self, recorder: OperatorRecorder, rules: InPlaceRules | None = None):
         self.recorder, self.rules, self.reads_addresses = recorder, rules, False
         self.old_names: list[tuple[int, set[int]]] = []
-        self._uses, self._running = list[tuple](), None
+        self._uses = list[tuple]()
         self._before: list[tuple[torch.Tensor, str, Any]] = []
         self.bases, self.arrays = set[int](), list[tuple[np.ndarray, np.ndarray, str]]()
         self.integers: dict[int, dict[str, Any]] = {}
@@ -145,10 +144,11 @@ class Functions:
     def _judge(self, op: Any, tensors: Sequence, written: Iterable, results: Iterable) -> None:
         """Checks the writes and results of an operator that has run."""
         self.rules.checkpointed.note(tensors)
-        written = [*written] if self._running is not F.gaussian_nll_loss else []
+        name, written = op.overloadpacket.__name__, [*written]
+        is_of_lists = name.startswith("_foreach")
         for tensor in written:
-            self.rules.mutated(op.overloadpacket.__name__, tensor)
-        if op.overloadpacket.__name__.startswith("_foreach"):  # torch counts no writes of lists under a mode
+            self.rules.mutated(name, tensor, len(written) == 1 and not is_of_lists)
+        if is_of_lists:  # torch counts no writes of lists under a mode
             torch.autograd.graph.increment_version(written)
         self.rules.memory.note(map(storage_id, written))
         for result in results:
@@ -277,8 +277,7 @@ class Functions:
                 self._before.append((args[0], attribute, getattr(args[0], attribute)))
             followed = args[0].requires_grad if func in _SWITCHES else None
         is_watched = use is not None or _runs_users_code(func, name, _leaves((args, kwargs)))
-        self._running, called = func, self._called
-        result = call(called, (func, args, kwargs), {}) if is_watched else called(func, args, kwargs)
+        result = call(self._called, (func, args, kwargs), {}) if is_watched else self._called(func, args, kwargs)
         with no_torch_function():  # these reads of attributes are not forward's
             if followed is not None and args[0].is_leaf:
                 rules.switched(args[0], followed, self.recorder.has_read(args[0]))
@@ -376,6 +375,7 @@ def _detached(run: Functions, x: torch.Tensor) -> torch.Tensor:
     made = x.detach()
     if run.rules is None or function_running() is not None or x.is_inference():
         return made
+    run.rules.memory.by_data.add(storage_id(x))
     with run.recorder.pause(), no_torch_function():
         uncounted = made.data
     run.recorder.stand_for(uncounted, made)

@@ -26,7 +26,7 @@ SWITCHED = "sets whether gradients of a tensor of the module or the caller are w
 
 
 PARAMETER_HINT = "move the update out of forward"
-OTHER_NAME = "changes memory in place that autograd sees under another name (detach, no_grad)"
+OTHER_NAME = "changes memory in place that autograd sees under another name (.data, a Function, out=)"
 """A reason, which is dropped if the call is captured without the write (a rolled-up loop)."""
 _NOT_REENTRANT = "use_reentrant=False: checkpoint(..., use_reentrant=False), or gradient_checkpointing_kwargs"
 
@@ -131,7 +131,7 @@ class InPlaceRules:
             self.complain(name, "is set to memory that has another name, of an argument or of the module's", "clone it")
         self._shared.add(storage_id(value))
 
-    def mutated(self, name: str, tensor: torch.Tensor) -> None:
+    def mutated(self, name: str, tensor: torch.Tensor, is_only: bool) -> None:
         storage = storage_id(tensor)
         if storage in self._shared:
             self.complain(name, "changes memory that an input of the call has been set to", "clone it first")
@@ -143,10 +143,10 @@ class InPlaceRules:
             if len(self.memory.inputs[storage]) > 1 or function_running() is not None:
                 self.complain(name, "changes a parameter that shares its memory, or in a Function", PARAMETER_HINT)
             self.written_parameters.add(storage)
-        elif storage in self._detached:
-            self.complain(name, OTHER_NAME, "clone first")
-        elif not torch.is_grad_enabled() and self._is_followed(tensor) and not _is_functions_copy(storage):
-            self.complain(name, "changes a tensor in place behind autograd's back (no_grad)", "clone first")
+        elif storage in self._detached or (not torch.is_grad_enabled() and self._is_followed(tensor)):
+            running = function_running()
+            if storage in self.memory.by_data or not is_only or (running is not None and storage not in running.copies):
+                self.complain(name, OTHER_NAME, "clone first")
 
     def returned(self, sources: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         if result.requires_grad:
@@ -174,6 +174,7 @@ class InputMemory:
 
     Attributes:
         inputs: memory → the inputs in it.
+        by_data: the memory of all tensors whose ``.data`` forward has taken.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
@@ -182,6 +183,7 @@ class InputMemory:
             self.inputs.setdefault(storage_id(each), []).append(each)
         self._exchanged, self._exchanging, self._uncounted = set[int](), set[int](), set[int]()
         self._latest = {storage: list(map(version_of, found)) for storage, found in self.inputs.items()}
+        self.by_data: set[int] = set()
 
     def note(self, storages: Iterable[int]) -> None:
         """Notes that an operator has written memory."""
@@ -243,8 +245,3 @@ def overlaps_itself(x: torch.Tensor) -> bool:
             return True
         reach += (extent - 1) * stride
     return False
-
-
-def _is_functions_copy(storage: int) -> bool:
-    running = function_running()
-    return running is not None and storage in running.copies

@@ -206,19 +206,25 @@ def _repeated(count: Count, input: torch.Tensor, repeats: Any = None, dim: Any =
 
 
 def _bincount(count: Count, input: torch.Tensor, weights: Any = None, minlength: int = 0, **others: Any) -> Any:
-    """``bincount`` as an ``index_add`` of ones: integers → (bins) int64.
+    """``bincount`` as an ``index_add`` of ones or weights: integers → (bins) int64, or float32 or float64 for weights.
 
     If parameters decide the numbers, the addition runs before their count is compared. So the numbers are clamped: one
     out of range would end a GPU's context. A negative number makes the count -1, and the call eager's, which raises.
     """
-    if others or weights is not None or input.dim() != 1 or not input.numel() or input.is_floating_point():
+    if others or input.dim() != 1 or not input.numel() or input.is_floating_point():
         return NotImplemented
     places = input.long()
+    if weights is None:
+        weights = VF.ones_like(places)
+    elif weights.shape != input.shape or weights.is_complex() or weights.requires_grad:
+        return NotImplemented
+    elif weights.dtype is not torch.float32:
+        weights = weights.double()
     bins = VF.where(places.min() < 0, -1, (places.max() + 1).clamp(min=minlength))
     size = count("bins" if minlength else "total", bins)
     if size < 0:
         return NotImplemented
-    return places.new_zeros(size).index_add(0, places.clamp(0, size - 1), VF.ones_like(places))
+    return weights.new_zeros(size).index_add(0, places.clamp(0, size - 1), weights)
 
 
 def _unique(count: Count, input: torch.Tensor, sorted: bool = True, *options: Any, **others: Any) -> Any:

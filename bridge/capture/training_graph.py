@@ -19,14 +19,12 @@ from bridge.base.errors import Unsupported, UnsupportedModule, line_of
 from bridge.base.torch_fakes import stand_in
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten, storage_id
 from bridge.base.torch_shapes import SYMBOLIC, fixed
-from bridge.capture.custom_functions import WITH_GRADIENT
 from bridge.capture.passes.alias_analysis import MEMORY, OF, PATH, ROW, STOPPED, WHERE
 from bridge.capture.passes.decompositions import formulas
 from bridge.capture.recorder import READS
 from bridge.capture.rows import Record, Row, ValueRef, mapped, may_write, values_in
 from bridge.capture.symbolic_sizes import NotTranslatedError
 
-_CLAMPS = {aten.clamp_.default: aten.clamp.default, aten.clamp_min_.default: aten.clamp_min.default}
 _OTHER_FORMULA = "is decomposed, and has another derivative then than autograd's formula"
 
 
@@ -130,10 +128,7 @@ class _Builder:
         node.meta.update(self._told(index, row))
         node.meta[OF] = row.op
         if self.grad and not row.grad:
-            if clamps_unseen(self.record, row):
-                self._pass_through(node, row.args[0].number)
-            else:
-                node.meta[STOPPED] = True
+            node.meta[STOPPED] = True
         if isinstance(row.results, ValueRef):
             node.meta["val"] = self.fakes[row.results.number]
             self.env[row.results.number] = node
@@ -152,29 +147,9 @@ class _Builder:
         else:
             node.meta["val"] = row.results
 
-    def _pass_through(self, node: fx.Node, number: int) -> None:
-        """``x.clamp_(…)`` → ``x.copy_(with_gradient(x.clamp(…), x))``: the clamped numbers with a gradient of 1."""
-        with self.made.graph.inserting_before(node):
-            clamped = self.made.graph.call_function(_CLAMPS[node.target], node.args, node.kwargs)
-            through = self.made.graph.call_function(WITH_GRADIENT, (clamped, node.args[0]))
-        for each in (clamped, through):
-            each.meta.update(node.meta, val=torch.empty_like(self.fakes[number]))
-        node.target, node.args, node.kwargs = aten.copy_.default, (node.args[0], through), {}
-
     def _told(self, index: int, row: Row) -> dict[str, Any]:
         told = {ROW: index, PATH: row.path, WHERE: row.where and line_of(row.where)}
         return {key: value for key, value in told.items() if value not in (None, "")}
-
-
-def clamps_unseen(record: Record, row: Row) -> bool:
-    """Whether a row clamps a tracked value in place, unseen by autograd, in the memory of no input.
-
-    ``F.gaussian_nll_loss`` clamps a clone of the variance like this. The user's writes of this kind are refused.
-    """
-    if row.op not in _CLAMPS or row.grad:
-        return False
-    number = row.args[0].number
-    return record.forms[number].requires_grad and record.memory[number] >= record.inputs
 
 
 # Size nodes: torch's symbolic numbers → nodes of a graph that compute them from the sizes of its inputs.

@@ -34,7 +34,6 @@ from bridge.capture.loops.row_calls import (
 from bridge.capture.observation import Draw
 from bridge.capture.opened import casts_first
 from bridge.capture.rows import Form, Record, Row, ValueRef, mapped, values_in
-from bridge.capture.training_graph import clamps_unseen
 
 log = channel("dispatch")
 
@@ -80,8 +79,6 @@ def rolled_up(record: Record, results: Sequence[Any], draws: Sequence[Draw]) -> 
     """
     if any(len(form.stride) != len(form.shape) for form in record.forms):
         return None  # tensors without strides
-    if any(clamps_unseen(record, row) for row in record.rows):
-        return None  # a step would return its writes, with the gradient that autograd does not see
     try:
         record = casts_first(record)
         calls = calls_of(record, results, draws)

@@ -311,6 +311,9 @@ class _Reader:
             targets_of = [number for number in targets_of if number in alive]
             targets = len(targets_of)
             follows = row.grad and any(calls.forms[value].requires_grad for value in reads)
+            seen = row.grad and any(calls.forms[self._now[number]].requires_grad for number in writes)
+            tracked = any(calls.forms[self._now[number]].requires_grad for number in (*targets_of, *others))
+            owned |= tracked and not seen  # autograd does not see the write
             for number in (*targets_of, *others):
                 through.append(known[number] if number in known else len(reads))
                 if number not in known:

@@ -146,16 +146,14 @@ class Aliases:
         """The nodes that may share memory with ``node``, in order."""
         return self._classes[self.root[node]]
 
-    def used_after(self, node: fx.Node, moment: fx.Node, *, writes: bool) -> bool:
-        """Whether memory of ``node`` is read (or, with ``writes``, written) after ``moment`` in the graph's order.
+    def used_after(self, node: fx.Node, moment: fx.Node) -> bool:
+        """Whether memory of ``node`` is used after ``moment`` in the graph's order.
 
         Memory that the caller can see, placeholders and results, counts as read at the end.
         """
         members = self.class_of(node)
-        if not writes and members[0].op == "placeholder":
-            return True
-        users = {user for member in members for user in member.users if self.order[user] > self.order[moment]}
-        return any(not writes or any(self.root[target] is members[0] for target in written(user)) for user in users)
+        used = (self.order[user] > self.order[moment] for member in members for user in member.users)
+        return members[0].op == "placeholder" or any(used)
 
 
 # Keys of a training graph's ``meta`` with facts of the row that a node is from, which passes hand on.

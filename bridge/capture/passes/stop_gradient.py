@@ -46,6 +46,7 @@ def prepare(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[U
     problems = _parameters_written_first(graph, requires_grad)
     _detach_stopped(graph)
     keep_layers_whole(graph)
+    _write_untracked(graph, requires_grad)
     if any(map(is_detach, graph.nodes)):
         _stop_unread(graph, requires_grad)
         hidden = _stop_gradients(graph, requires_grad)
@@ -170,7 +171,7 @@ def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
     memory is written and read under both names."""
     aliases = Aliases(graph.nodes, requires_grad)
     stopped = Aliases(graph.nodes, requires_grad, cut=lambda node: is_detach(node) and aliases.followed(node))
-    problems = []
+    problems, writes = [], stopped.writes()
     for node in [node for node in graph.nodes if is_detach(node)]:
         source = node.args[0]
         if not aliases.followed(node):
@@ -178,11 +179,11 @@ def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
             graph.erase_node(node)
             continue
         node.target = STOP_GRADIENT
-        sides = (node, source), (source, node)
-        if any(
-            stopped.used_after(one, node, writes=True) and stopped.used_after(other, node, writes=False)
-            for one, other in sides
-        ):
+        later = [
+            (other, [each for each in writes.get(stopped.root[one], ()) if stopped.order[each] > stopped.order[node]])
+            for one, other in ((node, source), (source, node))
+        ]
+        if any(found and stopped.used_after(other, found[0]) for other, found in later):
             where = node.meta.get(WHERE, "a line that is not known")
             reason = "memory that is written in place is seen by autograd and, detached, under another name"
             problems.append(Unsupported("detach", where, reason, "clone first"))
@@ -208,6 +209,54 @@ def _detached(graph: fx.Graph, value: Any, by: OpOverload = aten.detach.default)
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+# Untracked writes: under ``no_grad`` or through ``detach``, into memory that autograd tracks → the new numbers with the
+# gradient of the tensor before the write, as in eager, where autograd does not see them.
+
+
+def _write_untracked(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> None:
+    """``x.clamp_(…)`` under ``no_grad``, and ``x.detach().clamp_(…)`` → ``x.copy_(with_gradient(now, x))``, in place;
+    ``now`` is ``x.detach().clone().clamp_(…)``."""
+    if not any(STOPPED in node.meta or is_detach(node) for node in graph.nodes):
+        return
+    aliases = Aliases(graph.nodes, requires_grad)
+    for node in list(graph.nodes):
+        target, *more = written(node) or (None,)
+        if target is None or more or not aliases.followed(_tracked(target)):
+            continue
+        others = [each for each in node.all_input_nodes if each is not target and each in aliases.order]
+        if STOPPED in node.meta or (is_detach(target) and not any(map(aliases.followed, others))):
+            _write_through(graph, node, target)
+
+
+def _tracked(target: fx.Node) -> fx.Node:
+    return target.args[0] if is_detach(target) else target
+
+
+def _write_through(graph: fx.Graph, node: fx.Node, target: fx.Node) -> None:
+    x, is_hidden = _tracked(target), is_detach(target)
+    with graph.inserting_before(node):
+        before = _detached(graph, x)
+        numbers = graph.call_function(aten.clone.default, (before,))
+    node.replace_input_with(target, numbers)
+    with graph.inserting_after(node):
+        through = graph.call_function(WITH_GRADIENT, (numbers, x))
+    with graph.inserting_after(through):
+        copied = graph.call_function(aten.copy_.default, (x, through))
+    with x.meta["val"].fake_mode:
+        numbers.meta.update(told(node), val=torch.empty_like(x.meta["val"]))
+    through.meta.update(numbers.meta)
+    copied.meta.update(told(node), val=x.meta["val"], **{MEMORY: memory_at(x)})
+    if not is_hidden:
+        node.replace_all_uses_with(x)
+        return
+    with graph.inserting_after(copied):
+        after = _detached(graph, x)
+    node.replace_all_uses_with(after)
+    place = {each: position for position, each in enumerate(graph.nodes)}
+    for user in [each for each in target.users if place[each] > place[after]]:
+        user.replace_input_with(target, after)
 
 
 # Links of custom autograd Functions: a training graph with the marks of :mod:`bridge.capture.custom_functions` → nodes

@@ -54,6 +54,7 @@ FORMS = {
     "repeats": lambda y, mask: torch.repeat_interleave(y, mask.long() + 1, dim=0).sin(),
     "a result": lambda y, mask: (y, mask.nonzero()),
     "bins": lambda y, mask: y.sum(0)[:2] / torch.bincount(mask.long()),
+    "bins of weights": lambda y, mask: y[:3, 0] * torch.bincount(mask.long(), y[:, 1].detach(), 3),
     "bins of a kind": lambda y, mask: y[:3] * mask.to(torch.uint8).bincount(minlength=3)[:, None],
 }
 
