@@ -14,10 +14,10 @@ from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
 def mask_dropout(body: Body) -> None:
     """``relax.nn.dropout(x, rate)`` becomes ``x * (mask * scale)``; ``mask_<k>`` is a new bool parameter of x's shape.
 
-    The masks are appended to the parameters in the order of the dropouts. The operator's second result is the mask.
-    Rate 0 is the identity and rate 1 is zeros, both without a mask parameter: PyTorch draws nothing for them (the mask
-    result, should anything read it, is all true or all false). Safe: with ``mask ~ bernoulli(1 - rate)`` it is the
-    definition (Srivastava et al., 2014), and the draw is no longer the compiler's to repeat or reorder.
+    The masks are appended to the parameters in the order of the dropouts. The operator's second result is the mask in
+    x's dtype. Rate 0 is the identity and rate 1 is zeros, both without a mask parameter: PyTorch draws nothing for them
+    (the mask result, should anything read it, is all ones or zeros). Safe: with ``mask ~ bernoulli(1 - rate)`` it is
+    the definition (Srivastava et al., 2014), and the draw is no longer the compiler's to repeat or reorder.
     """
     taken = NameSupply(body.names())
     masks: list[Var] = []
@@ -28,7 +28,7 @@ def mask_dropout(body: Body) -> None:
             raise ValueError(f"dropout: wanted a rate between 0 and 1, got {rate}")
         if rate in (0.0, 1.0):
             keeps_all = rate == 0.0
-            mask = scope.emit(op.full(shape(x), const(keeps_all, "bool"), "bool"), "mask_constant")
+            mask = scope.emit(op.full(shape(x), const(float(keeps_all), dtype(x)), dtype(x)), "mask_constant")
             return Tuple([x if keeps_all else scope.emit(op.zeros(shape(x), dtype(x)), "dropped"), mask])
         name = f"mask_{len(masks)}"
         if taken.fresh(name) != name:
@@ -36,9 +36,9 @@ def mask_dropout(body: Body) -> None:
         mask = relax.Var(name, relax.TensorType(shape(x), "bool"))
         masks.append(mask)
         body.add_param(mask)
-        noise = scope.emit(op.astype(mask, dtype(x)), f"{name}_noise")
-        noise = scope.emit(op.multiply(noise, const(keep_scale(rate, dtype(x)), x)), f"{name}_scaled")
-        return Tuple([scope.emit(op.multiply(x, noise), f"{name}_dropout"), mask])
+        kept = scope.emit(op.astype(mask, dtype(x)), f"{name}_noise")
+        noise = scope.emit(op.multiply(kept, const(keep_scale(rate, dtype(x)), x)), f"{name}_scaled")
+        return Tuple([scope.emit(op.multiply(x, noise), f"{name}_dropout"), kept])
 
     rewrite(body, {"relax.nn.dropout": [multiply_by_mask], None: [project]})
 

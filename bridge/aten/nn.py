@@ -181,7 +181,7 @@ def native_dropout(importer, node, x, rate, train):
         return _fused_dropout(importer, x, rate, index)
     importer.dropout_draws.append(index)
     pair = importer.emit(op.nn.dropout(x, rate))
-    return importer.item(pair, 0), importer.item(pair, 1)
+    return importer.item(pair, 0), importer.cast(importer.item(pair, 1), "bool")
 
 
 def _fused_dropout(importer, x, rate, index):
@@ -198,7 +198,7 @@ def _fused_dropout(importer, x, rate, index):
     if forward == quotient == keep_scale(rate, dtype(wide)):
         importer.dropout_draws.append(index)
         pair = importer.emit(op.nn.dropout(wide, rate))
-        return importer.cast(importer.item(pair, 0), element_type), importer.item(pair, 1)
+        return importer.cast(importer.item(pair, 0), element_type), importer.cast(importer.item(pair, 1), "bool")
     mask = importer.draw_params[index] = Var(f"draw_{index}", TensorType(shape(x), "bool"))
     noise = importer.cast(mask, dtype(wide))
     y, linear = (

@@ -255,6 +255,9 @@ class DrawRecorder:
         if func in _OF_CUDNN:
             self.complain(*_DROPPED_BY_CUDNN)
             return
+        if func is aten._standard_gamma.default and result.device.type == "cuda":
+            self.complain(str(func), "draws on a GPU, where its numbers have not been shown to be eager's")
+            return
         if func in SLOPE_DRAWS:
             self._record_slopes(func, *args[:4], advance)
             return

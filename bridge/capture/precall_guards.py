@@ -54,7 +54,7 @@ results, and constants."""
 _UNKNOWN = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PreCallExpression:
     """A flag or integers that forward reads, as a function of inputs.
 
@@ -72,6 +72,17 @@ class PreCallExpression:
     inputs: tuple[int, ...]
     graph: fx.Graph
     sizes: tuple[int | None, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PreCallExpression) and self._plain == other._plain
+
+    def __hash__(self) -> int:
+        return hash(self._plain)
+
+    @property
+    def _plain(self) -> tuple:
+        """Its parts, which are compared by value."""
+        return self.where, self.numbers, self.inputs, str(self.graph), self.sizes
 
     @cached_property
     def compute(self) -> Callable[..., torch.Tensor]:

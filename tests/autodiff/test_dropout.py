@@ -10,7 +10,7 @@ from tvm.relax import TupleGetItem, op
 
 from autodiff import clean, mask_dropout
 from autodiff.dropout import keep_scale
-from autodiff.ir import bindings, dtype, shape
+from autodiff.ir import dtype, shape
 from tests.autodiff.evaluate import evaluate, function
 from tests.autodiff.gradcheck import draw
 from tests.sampling import sampled
@@ -48,13 +48,19 @@ def test_nothing_is_drawn_for_rates_zero_and_one(rate):
     assert len(func.params) == 1
     got, mask = evaluate(func, x)
     assert torch.equal(got, -x if rate == 0.0 else -torch.zeros_like(x))
-    assert mask.dtype == torch.bool and bool(mask.all()) == (rate == 0.0) and bool(mask.any()) == (rate == 0.0)
+    assert torch.equal(mask, torch.full_like(x, rate == 0.0))
 
 
-def test_the_mask_result_is_the_mask():
-    func = mask_dropout(function(lambda s, p: TupleGetItem(s.emit(op.nn.dropout(p, 0.5)), 1), draw(3)))
-    assert not list(bindings(func))
+def test_the_mask_result_is_the_mask_in_the_operators_type():
+    """Another operator reads it in that type, as a gradient of a gradient does."""
+    x, mask = draw(3), torch.tensor([True, False, True])
+
+    def build(scope, p):
+        return op.multiply(scope.emit(TupleGetItem(scope.emit(op.nn.dropout(p, 0.5)), 1)), p)
+
+    func = mask_dropout(function(build, x))
     assert (shape(func.params[1]), dtype(func.params[1])) == ((3,), "bool")
+    assert torch.equal(evaluate(func, x, mask)[0], mask * x)
 
 
 def test_wrong_rates_and_taken_names_are_refused():

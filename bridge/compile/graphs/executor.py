@@ -343,9 +343,9 @@ class EntryGraphs:
         return found
 
     def _backward_pays(self) -> bool | None:
-        """Whether a backward is worth recording; ``None``: too early."""
+        """Whether all parts of the backward are worth recording; ``None``: too early."""
         found = [shared.pays for program, shared in tuple(self._shared.items()) if program in self._backwards]
-        return True if any(found) else None if not found or None in found else False
+        return False if False in found else None if not found or None in found else True
 
     def _moves(self) -> int:
         return sum(memory.grown for memory in tuple(self._memories.values()))

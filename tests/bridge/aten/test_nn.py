@@ -389,3 +389,16 @@ def test_gaussian_nll_passes_the_gradient_through_its_clamp(variance):
     """It clamps the variance in place, hidden from autograd: the gradient there is not 0."""
     variance = torch.tensor(variance, dtype=torch.float64).expand(2, -1).clone().requires_grad_()
     check(lambda x, y, v: F.gaussian_nll_loss(x, y, v, reduction="none", full=True), leaf(2, 3), leaf(2, 3), variance)
+
+
+class ReadsTheMask(nn.Module):
+    """A dropout's mask is read as a number and as a flag, and returned."""
+
+    def forward(self, x):
+        y, mask = torch.native_dropout(x, 0.3, True)
+        return y, mask.type_as(x) * 1.5, torch.where(mask, x, -x), mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_mask_of_a_dropout_is_read_by_other_operators(dtype):
+    check_module(ReadsTheMask, lambda: torch.randn(5, 4, requires_grad=True), dtype=dtype)

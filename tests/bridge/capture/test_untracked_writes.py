@@ -9,6 +9,7 @@ from torch import distributions, nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch
 from tests.bridge.compare import check_module
+from tests.device import DEVICE
 from tests.sampling import sampled
 
 
@@ -110,6 +111,8 @@ WRITES += [drawn, partly_tracked, student]
 
 @pytest.mark.parametrize("then", sampled(WRITES, WRITES[:5]))
 def test_a_write_passes_the_gradient_on(then):
+    if then in (gamma, student) and DEVICE.type == "cuda":
+        pytest.skip("a GPU's draws of a gamma distribution are refused")
     check_module(lambda: Written(then), lambda: torch.randn(5, 4, requires_grad=True))
 
 
