@@ -394,7 +394,7 @@ class CallAnalysis(Sources):
                     self._class(owner)
                 self._result(frame, place, one)
         elif is_a(value, type):
-            self._made(frame, place, value, given()[0], call.args is not None)
+            self._made(frame, place, value, given(), call.args is not None)
         elif kind is types.MethodWrapperType or (kind is types.MethodType and type(value.__func__).__name__ in _IN_C):
             self._method(frame, place, value.__self__, value, value.__name__, frame.where, given())
         elif kind.__name__ in _IN_C:
@@ -426,8 +426,9 @@ class CallAnalysis(Sources):
             for each in interesting(self.kept(value, tuple(each[0] for each in args), named).read()):
                 self._result(frame, place, each)
 
-    def _made(self, frame: Frame, place: int, kind: type, args: Given, one_by_one: bool) -> None:
+    def _made(self, frame: Frame, place: int, kind: type, given: tuple, one_by_one: bool) -> None:
         """Notes the call of a class: its constructors, and the arguments that the new object may hold."""
+        args, words = given
         if is_changeable(kind):
             for name in ("__new__", "__init__"):
                 self.class_name(kind, name)
@@ -448,11 +449,9 @@ class CallAnalysis(Sources):
             for function in (each for arg in functions for each in arg):
                 self._apply(frame, place, function, (elements, {}))
         if does(kind, "binds") and one_by_one and all(len(each) == 1 for each in args) and args:
-            try:
-                made = kind(*(each[0] for each in args))
-            except TypeError:  # forward is about to raise it, or passes another argument than the known one
-                return
-            self._result(frame, place, made)
+            named = {name: each[0] for name, each in words.items() if len(each) == 1}
+            for made in interesting(frame.calls.bound(kind, [each[0] for each in args], named)):
+                self._result(frame, place, made)
         elif not is_changeable(kind) and kind not in PLAIN:
             for value in (value for arg in args for value in arg if type(value) not in PLAIN):
                 self._handed_on(frame, place, value, 1)

@@ -7,6 +7,7 @@ import functools
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ import torch
 
 from bridge.guards.bytecode import DataFlow, Source, is_local
 from bridge.guards.insides import Insides
-from bridge.guards.kinds import CONTAINERS, PLAIN, answer_of, is_a
+from bridge.guards.kinds import CONTAINERS, PLAIN, answer_of, is_a, key_of
 from bridge.guards.objects import (
     ABSENT,
     ANY,
@@ -74,12 +75,25 @@ class Calls:
         python, heard: offsets of calls of Python functions, and of functions in C that the profiler reported.
         unknown: offsets of calls of functions in C, which may give something else than these results.
         fresh: offsets of calls whose results have not been followed yet.
+        made: objects that the analysis makes itself, by class and arguments: the same ones each time it looks.
     """
 
     def __init__(self) -> None:
         self.results: dict[int, dict[Any, Any]] = {}
         self.plain: dict[int, list[Any]] = {}
         self.python, self.heard, self.unknown, self.fresh = (set[int]() for _ in range(4))
+        self.made: dict[tuple, Any] = {}
+
+    def bound(self, kind: type, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """The object that a class makes of arguments that it binds (``functools.partial``); ``None`` if it raises."""
+        given, plain = (*args, *kwargs.values()), PLAIN - {slice}  # which have a hash
+        key = kind, len(args), *kwargs, *(key_of(each) if type(each) in plain else identity_of(each) for each in given)
+        with suppress(TypeError):  # forward is about to raise it, or passes another argument than the known one
+            if kind is weakref.ref:  # Python keeps one for each object; with a callback, forward's would run twice
+                return kind(args[0])
+            if key not in self.made:
+                self.made[key] = kind(*args, **kwargs)
+        return self.made.get(key)
 
 
 class Frame:

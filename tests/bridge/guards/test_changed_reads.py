@@ -287,6 +287,8 @@ attributes by getattr, mapped: class C: pass~H = C(); H.k = 2. | sum(map(getattr
 attributes of stars, mapped: class C: pass~H = C(); H.k = 2. | sum(itertools.starmap(getattr, [(H, 'k')])) | H.k = 3.
 attributes that group: class C: pass~H = C(); H.k = 2.
   | next(itertools.groupby([H], operator.attrgetter('k')))[0] | H.k = 3.
+keyword of a partial: L = [NS(k=2., r=5.), NS(k=1., r=6.)]
+  | functools.partial(max, L, key=operator.attrgetter('k'))().r | L[1].k = 3.
 partial of an attrgetter: H = NS(k=2.); J = functools.partial(operator.attrgetter('k'), H) | J() | H.k = 3.
 """
 HITS = """

@@ -8,13 +8,16 @@ import copy
 import difflib
 import functools
 import inspect
+import operator
 import types
 
 import pytest
 import torch
 
 from bridge import add_tvm_dispatch, stats
-from bridge.guards import dataflow
+from bridge.capture import record_call
+from bridge.guards import Reads, dataflow
+from bridge.state import SampleCall
 
 
 def codes(code):
@@ -120,3 +123,23 @@ def test_what_is_found_in_another_way_is_watched(name, monkeypatch):
     monkeypatch.setattr(Base, "k", 7.0)
     assert not torch.equal(module.forward(x), wanted)
     torch.testing.assert_close(module(x), module.forward(x))
+
+
+@pytest.mark.parametrize(
+    "kind, args",
+    [(functools.partial, "Kind, other"), (operator.methodcaller, "'get', other"), (operator.itemgetter, "other")],
+)
+def test_an_object_that_binds_arguments_is_made_once_for_all_looks(kind, args, monkeypatch):
+    counts, look = [], Reads._look_at
+
+    def count(reads, frame, flow):
+        look(reads, frame, flow)
+        counts.append(max(map(len, frame.calls.results.values()), default=0))
+
+    monkeypatch.setattr(Reads, "_look_at", count)
+    space = {**globals(), "kind": kind}
+    body = f"other = Kind\n  for _ in range(3): other = functools.partial(kind, {args})()\n  return x * 2.0"
+    exec(f"def forward(self, x):\n  {body}", space)
+    module = type("Binds", (torch.nn.Module,), {"forward": space["forward"]})()
+    record_call(SampleCall(module, (torch.ones(3),), {}))
+    assert 0 < max(counts) < 8
