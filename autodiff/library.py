@@ -28,7 +28,7 @@ all other arguments are tensors. A gradient has the type of the tensor it belong
 ``dropping_attention``,                          as without dropout, then dropout_p:float, advance:int, state: the
 ``dropping_attention_backward``                  generator's before the call, and how far that moves it
 ``convolution``                                  x, weight, (stride), (padding), (dilation), (output_padding),
-                                                 transposed:int, groups:int -> y, without a bias
+                                                 transposed:int, groups:int[, bias, added before rounding] -> y
 ``convolution_backward_input``                   grad, weight, (shape of x), then as ``convolution`` -> dx
 ``convolution_backward_weight``                  grad, x, (shape of weight), then as ``convolution`` -> dweight
 ``convolution_last``,                            as with channels first, except that the last axis of the result is its

@@ -116,15 +116,22 @@ def _as_given(name: str, value: Expr, emit: Emit) -> Expr:
     return emit(op.permute_dims(value, list(_TO_FRONT))) if name.endswith("_last") else value
 
 
+_GEOMETRY = 6
+"""Arguments of a convolution between the weight and the bias."""
+
+
 def _convolution(name: str) -> None:
     @gradient(f"library.{name}")
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-        """dx and dweight, each a library call of its own, so that one can be had without the other"""
+        """dx and dweight, each a library call of its own, so that one can be had without the other; dbias sums g"""
         x, weight, *geometry = call.args
+        geometry, bias = geometry[:_GEOMETRY], geometry[_GEOMETRY:]
+        channels = len(shape(g)) - 1 if name.endswith("_last") else 1
+        dbias = [op.sum(g, [axis for axis in range(len(shape(g))) if axis != channels]) for _ in bias]
         g = _as_given(name, g, emit)
         dx = _of_images(f"{name}_backward_input", [g, weight, ShapeExpr(shape(x)), *geometry], x, emit)
         args = [g, x, ShapeExpr(shape(weight)), *geometry]
-        return [dx, _of_images(f"{name}_backward_weight", args, weight, emit)] + [None] * len(geometry)
+        return [dx, _of_images(f"{name}_backward_weight", args, weight, emit)] + [None] * len(geometry) + dbias
 
 
 @gradient("library.matmul_bias")

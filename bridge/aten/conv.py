@@ -30,7 +30,7 @@ from autodiff.extents import Dim, maximum, same
 from autodiff.gradients.registry import padded
 from autodiff.ir import Expr, dtype, shape
 from bridge.aten.any_operator import computed_from
-from bridge.aten.reductions import reduce
+from bridge.aten.reductions import is_rounded_once, reduce
 from bridge.aten.registry import UnsupportedUse, converts, dims, numbers_only, rounds_once
 from bridge.aten.shape import sliced
 from bridge.base.devices import current_device
@@ -110,8 +110,9 @@ def convolution(importer, node, x, weight, bias, stride, padding, dilation, tran
     geometry = [_per_axis(value, rank) for value in (stride, padding, dilation, output_padding)]
     out = importer.out(node)
     weight = _cast_behind(importer, weight) if is_channels_last(out) else weight
-    y = library_of_images(importer, "convolution", [x, weight, *geometry, bool(transposed), groups], out)
-    if bias is None:
+    inside = [bias] if bias is not None and is_rounded_once(x) else []
+    y = library_of_images(importer, "convolution", [x, weight, *geometry, bool(transposed), groups, *inside], out)
+    if bias is None or inside:
         return y
     return importer.emit(op.add(y, importer.reshape(bias, (shape(bias)[0], *[1] * rank))))
 

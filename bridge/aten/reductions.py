@@ -6,11 +6,12 @@ import math
 
 from tvm import relax
 
-from autodiff.extents import broadcast
-from autodiff.ir import compute_type, dtype, is_float, shape
+from autodiff.extents import broadcast, same_shape
+from autodiff.ir import Expr, compute_type, dtype, is_float, shape
 from bridge.aten.activations import times, where, with_derivative, with_slope
 from bridge.aten.any_operator import whole
 from bridge.aten.registry import converts, rounds_once
+from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten, schema
 
 op = relax.op
@@ -276,7 +277,10 @@ def matmul(importer, node, x, y):
 def addmm(importer, node, bias, x, y, *, beta=1, alpha=1):
     if "float" not in dtype(x) or alpha == 0:  # torch's kernels differ in whether 0 times nan or inf is computed
         return whole(importer, node, bias, x, y, beta=beta, alpha=alpha)
-    return _combined(importer, matmul(importer, node, x, y), bias, beta, alpha)
+    if is_rounded_once(x) and len(shape(x)) == len(shape(y)) == 2 and len(shape(bias)) < 2 and alpha == beta == 1:
+        return _with_row(importer, node, x, y, bias)
+    combined = _combined(importer, matmul(importer, node, x, y), bias, beta, alpha)
+    return _in_one_kernel(importer, combined, node, bias, x, y, beta=beta, alpha=alpha)
 
 
 @converts(aten.addbmm.default)
@@ -284,7 +288,30 @@ def addbmm(importer, node, bias, x, y, *, beta=1, alpha=1):
     if "float" not in dtype(x) or alpha == 0:
         return whole(importer, node, bias, x, y, beta=beta, alpha=alpha)
     product = importer.emit(op.sum(matmul(importer, node, x, y), axis=[0]))
-    return _combined(importer, product, bias, beta, alpha)
+    combined = _combined(importer, product, bias, beta, alpha)
+    return _in_one_kernel(importer, combined, node, bias, x, y, beta=beta, alpha=alpha)
+
+
+def is_rounded_once(x: Expr) -> bool:
+    """Whether torch's kernels round a product of this type after they add the bias, and a sum of two operators would
+    round before it too: half types on the host. On a GPU, bias epilogues are fused later, where they are fast."""
+    return current_device() == HOST and compute_type(dtype(x)) != dtype(x)
+
+
+def _in_one_kernel(importer, combined, node, *args, **kwargs):
+    """``combined``; where that is rounded more often than torch's kernel is, the kernel's value with its gradients."""
+    if not is_rounded_once(combined):
+        return combined
+    return with_derivative(importer, whole(importer, node, *args, **kwargs), combined)
+
+
+def _with_row(importer, node, rows, columns, bias):
+    """``rows @ columns + bias``, a number or one number per column, in the node's shape."""
+    width = shape(columns)[1:]
+    if not same_shape(shape(bias), width):
+        bias = importer.emit(op.broadcast_to(bias, width))
+    out = importer.out(node)
+    return importer.library("matmul_bias", [rows, columns, bias, tuple(out.shape)], out)
 
 
 def _combined(importer, product, bias, beta, alpha):

@@ -143,7 +143,7 @@ def _index(args: Sequence[Expr], scope: Scope) -> Expr:
 
 
 def _convolution(args: Sequence[Expr], scope: Scope) -> Expr:
-    x, weight, stride, padding, dilation, output_padding, transposed, groups = args
+    x, weight, stride, padding, dilation, output_padding, transposed, groups, *bias = args
     rank = len(shape(weight)) - 2
     if len(shape(x)) != rank + 2 or rank not in (1, 2, 3):
         raise NoRelaxForm("library.convolution without a batch")
@@ -155,7 +155,21 @@ def _convolution(args: Sequence[Expr], scope: Scope) -> Expr:
     }
     if _number(transposed):
         given["output_padding"] = _numbers(output_padding)
-    return getattr(op.nn, f"conv{rank}d{'_transpose' if _number(transposed) else ''}")(x, weight, **given)
+    convolve = getattr(op.nn, f"conv{rank}d{'_transpose' if _number(transposed) else ''}")
+    if not bias:
+        return convolve(x, weight, **given)
+    return _biased(convolve(x, weight, **given, out_dtype="float32"), bias[0], [-1, *[1] * rank], scope)
+
+
+def _matmul_bias(args: Sequence[Expr], scope: Scope) -> Expr:
+    x, matrix, bias, extents = args
+    return op.reshape(scope.emit(_biased(op.matmul(x, matrix, "float32"), bias, [-1], scope)), extents)
+
+
+def _biased(wide: Expr, bias: Expr, extents: Sequence[int], scope: Scope) -> Expr:
+    """A product in float32 plus a bias, rounded to the bias's type."""
+    addend = scope.emit(op.reshape(scope.emit(op.astype(bias, "float32")), extents))
+    return op.astype(scope.emit(op.add(scope.emit(wide), addend)), dtype(bias))
 
 
 def _last(rule: Rule) -> Rule:
@@ -215,6 +229,7 @@ _RULES: dict[str, Rule] = {
     "embedding": lambda args, scope: gathered(args[0], args[1], 0),
     "index": _index,
     "index_select": lambda args, scope: gathered(args[0], args[2], int(_number(args[1]))),
+    "matmul_bias": _matmul_bias,
     "max_pool": _max_pool,
     "max_pool_last": _last(_max_pool),
     "scaled_dot_product_flash_attention": _flash_attention,

@@ -27,8 +27,8 @@ def convolution(x, weight, *geometry):
     return _convolution(*map(_telling, (x, weight)), *geometry)
 
 
-def _convolution(x, weight, stride, padding, dilation, output_padding, transposed, groups):
-    return aten.convolution(x, weight, None, stride, padding, dilation, bool(transposed), output_padding, groups)
+def _convolution(x, weight, stride, padding, dilation, output_padding, transposed, groups, bias=None):
+    return aten.convolution(x, weight, bias, stride, padding, dilation, bool(transposed), output_padding, groups)
 
 
 @into_given("convolution", aten.cudnn_convolution)
@@ -50,9 +50,9 @@ def _telling(x):
 
 def _by_cudnn_into(out, x, weight, geometry):
     """cuDNN's convolution into ``out``, in the memory format of ``out``; ``False`` if torch would not use cuDNN."""
-    stride, padding, dilation, output_padding, transposed, groups = geometry
+    stride, padding, dilation, output_padding, transposed, groups, *bias = geometry
     options = stride, padding, dilation
-    if transposed or not convolves_by_cudnn(x, weight, *options, False, output_padding, groups):
+    if bias or transposed or not convolves_by_cudnn(x, weight, *options, False, output_padding, groups):
         return False
     aten.cudnn_convolution.out(x, weight, padding, stride, dilation, groups, *cudnn_flags(), out=out)
     return True

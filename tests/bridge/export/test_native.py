@@ -68,3 +68,28 @@ def test_what_has_no_native_form_is_named(function, words, tmp_path):
     with pytest.raises(UnsupportedModule, match=f"(?s){words}"):
         save_compiled(module, tmp_path / "saved", native=True)
     assert not list(tmp_path.iterdir())
+
+
+class Cancelled(nn.Module):
+    """A product and a convolution of bfloat16 whose biases cancel them but for the last bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.convolution = nn.Linear(33, 4), nn.Conv1d(1, 4, 33)
+
+    def forward(self, x):
+        return torch.addmm(self.linear.bias, x, self.linear.weight.t()), self.convolution(x[:, None])
+
+
+def test_biases_are_added_before_rounding(tmp_path):
+    torch.manual_seed(9590001)
+    module, x = Cancelled(), torch.randn(3, 33).bfloat16()
+    exact = module.bfloat16().double()
+    with torch.no_grad():
+        for layer, y in zip(exact.children(), exact(x.double()), strict=True):
+            layer.bias += (layer.bias - y[0].flatten()).bfloat16() - layer.bias
+        wanted = [y[0].flatten() for y in exact(x.double())]
+        save_compiled(add_tvm_dispatch(module.bfloat16(), x), tmp_path / "saved", native=True)
+    machine = tvm.relax.VirtualMachine(tvm.runtime.load_module(str(tmp_path / "saved" / "forward.so")), tvm.cpu())
+    found = [torch.from_dlpack(each)[0].flatten().double() for each in machine["main"](tvm.runtime.from_dlpack(x))]
+    torch.testing.assert_close(found, wanted, rtol=0.01, atol=1e-5)
