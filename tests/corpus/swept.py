@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bridge import add_tvm_dispatch
-from tests.bridge.compare import Call, clone_tree, run
+from tests.bridge.compare import Call, Function, clone_tree, run
 from tests.corpus.case import Case, Seen
 from tests.corpus.numbers import pack
 from tests.device import generators
@@ -23,7 +23,7 @@ from tests.sweep import opinfo as operators
 from tests.sweep.models import MODELS
 from tests.sweep.special.operators import cases as special_cases
 from tests.sweep.special.points import UPSTREAM
-from tests.sweep.special.run import Operator, _answer, _each
+from tests.sweep.special.run import _answer, _each
 
 
 def numbered(names: Sequence[str], samples: int) -> list[str]:
@@ -131,7 +131,7 @@ def special(name: str) -> Case:
     floats = [column.is_floating_point() and index not in found.constant for index, column in enumerate(columns)]
     ask = _each if found.alone else _answer
     try:
-        ask(Operator(found.function), columns, floats, upstream)
+        ask(Function(found.function), columns, floats, upstream)
     except (RuntimeError, NotImplementedError):  # no derivative in eager: values only
         floats = [False] * len(columns)
     sample = [column[0] if found.alone else column for column in columns]
@@ -145,4 +145,4 @@ def special(name: str) -> Case:
         return Seen(values, " ".join(values))
 
     about = f"{name} {floats} {[pack(each)['sha'] for each in columns]}"
-    return Case(partial(Operator, found.function), add, [played], about)
+    return Case(partial(Function, found.function), add, [played], about)
