@@ -73,14 +73,13 @@ all other arguments are tensors. A gradient has the type of the tensor it belong
 ``cummax``, ``cummin``                           x, axis:int -> tuple
 ``recurrent_layer``                              options:str, states:int, x, weights and biases, initial states ->
                                                  tuple (y, last states, workspace for the backward): one layer in one
-                                                 direction by oneDNN's LSTM, time in front; options are JSON
-                                                 {reverse, biases}; states: 2
+                                                 direction, time in front; options are JSON {cell, reverse, biases,
+                                                 fused}; states: how many the cell has
 ``recurrent_layer_backward``                     options:str, count:int, the ``count`` tensors, all results, gradients
                                                  of y and the last states -> tuple of a gradient for each tensor
 ``recurrent_layers``                             options:str, states:int, x, weights and biases, initial states ->
-                                                 tuple (y, last states, with cudnn a workspace): all layers and
-                                                 directions, time in front; options are JSON {cell, layers, both_ways,
-                                                 biases, cudnn}; states: how many the cell has
+                                                 tuple (y, last states, workspace): all layers and directions, time in
+                                                 front; options are JSON {cell, layers, both_ways, biases}
 ``recurrent_layers_backward``                    as ``recurrent_layer_backward``
 ``draw``                                         name:str, description:str, state, parameters.., then (sizes) if the
                                                  description names some -> tuple (the result of the library's random

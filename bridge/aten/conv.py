@@ -193,20 +193,27 @@ def cudnn_is_quicker(cell: str, x: Expr, states: Sequence[Expr]) -> bool:
     return many and recurrent_layers_are_tf32()
 
 
-def all_layers(
-    importer: Any, kind: dict[str, Any], x: Expr, states: Sequence[Expr], weights: Sequence[Expr]
+def cudnn_layers(
+    importer: Any,
+    cell: str,
+    x: Expr,
+    states: Sequence[Expr],
+    weights: Sequence[Expr],
+    biases: bool,
+    layers: int,
+    both_ways: bool,
 ) -> list[Expr]:
-    """Outputs [steps, batch, directions * hidden] and the last states [layers * directions, batch, hidden].
-
-    ``kind``: the options of ``recurrent_layers`` (:mod:`autodiff.library`).
-    """
-    options, element_type = json.dumps(kind, sort_keys=True), getattr(torch, dtype(x))
-    forms = [(*shape(x)[:2], shape(states[0])[2] * (2 if kind["both_ways"] else 1)), *map(shape, states)]
-    results = [TensorMetadata(tuple(extents), element_type) for extents in forms]
-    if kind["cudnn"]:
-        extents = tuple(tuple(shape(each)) for each in (x, *weights, *states))
-        workspace = _workspace(options, extents, element_type, current_device(), str(read_settings()))
-        results.append(TensorMetadata((workspace,), torch.uint8))
+    """Outputs [steps, batch, directions * hidden] and the last states [layers * directions, batch, hidden]."""
+    options = json.dumps({"cell": cell, "layers": layers, "both_ways": both_ways, "biases": biases}, sort_keys=True)
+    rows, batch, size = shape(states[0])
+    extents = tuple(tuple(shape(each)) for each in (x, *weights, *states))
+    kind = getattr(torch, dtype(x))
+    workspace = _workspace(options, extents, kind, current_device(), str(read_settings()))
+    results = [
+        TensorMetadata((*shape(x)[:2], size * (2 if both_ways else 1)), kind),
+        *(TensorMetadata((rows, batch, size), kind) for _ in states),
+        TensorMetadata((workspace,), torch.uint8),
+    ]
     made = importer.library("recurrent_layers", [options, len(states), x, *weights, *states], results)
     return [importer.item(made, index) for index in range(1 + len(states))]
 

@@ -1,9 +1,9 @@
 """Recurrent layers → library functions, or a loop over the steps.
 
 A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is split into layers and directions. Each becomes a loop, with
-one product and one launch a step. An LSTM on the processor stays oneDNN's kernel, beside which loops gained nothing
-(``docs/numbers.md``). A call stays whole where the batch is dynamic (torch's function), and on a GPU where cuDNN's
-kernels are quicker (:mod:`bridge.aten.conv`). Dropout between layers is already a separate operator
+one product and one launch a step; where the batch is dynamic, a library function, cells step by step. An LSTM on the
+processor stays oneDNN's kernel, beside which loops gained nothing (``docs/numbers.md``). On a GPU a call stays whole
+where cuDNN's kernels are quicker (:mod:`bridge.aten.conv`). Dropout between layers is already a separate operator
 (:mod:`bridge.capture.passes.decompositions`).
 
 A loop is one step between marks, for one direction of one layer. :mod:`autodiff.scan` hoists the input's product out
@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from tvm import relax
 
+from autodiff.extents import Dim
 from autodiff.ir import Expr, compute_type, dtype, shape
 from bridge.aten.complex_arithmetic import COMPLEX
 from bridge.aten.complex_value import of_parts, parts_of
-from bridge.aten.conv import CUDNN_TYPES, all_layers, cudnn_is_quicker
+from bridge.aten.conv import CUDNN_TYPES, cudnn_is_quicker, cudnn_layers
 from bridge.aten.registry import UnsupportedUse, converts, has_extents, numbers_only
 from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
@@ -155,19 +156,24 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     if varies and not (on_host and (not fused or (known and shape(weights[1])[1] >= _WIDE))):
         kind = "oneDNN's kernel" if on_host else "a loop"
         raise UnsupportedUse(f"a length that varies: {kind} is of one length, and quicker than steps one by one")
-    of_cudnn = known and not on_host and not projected and dtype(x) in CUDNN_TYPES and torch.backends.cudnn.enabled
-    if not known or (of_cudnn and cudnn_is_quicker(cell, x, states)):
-        kind = {"cell": cell, "layers": layers, "both_ways": bool(both_ways), "biases": bool(biases), "cudnn": known}
-        x, *last = all_layers(importer, kind, x, states, weights)
+    of_cudnn = known and not on_host and not projected and dtype(x) in CUDNN_TYPES
+    of_cudnn = of_cudnn and torch.backends.cudnn.enabled
+    if of_cudnn and cudnn_is_quicker(cell, x, states):
+        x, *last = cudnn_layers(importer, cell, x, states, weights, bool(biases), layers, bool(both_ways))
         return importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x, *last
 
+    is_looped = known and (not fused or varies)
+
     def layer(x: Expr, own: Sequence[Expr], first: Sequence[Expr], reverse: bool) -> list[Expr]:
-        if not fused or varies:
+        if is_looped:
             return looped_layer(importer, cell, reverse, x, own, bool(biases), first)
-        return _lstm_layer(importer, reverse, bool(biases), [x, *own, *first])
+        # only oneDNN knows the bytes of its workspace, for given sizes
+        options = {"cell": cell, "reverse": reverse, "biases": bool(biases), "fused": fused and known}
+        return _layer(importer, options, [x, *own, *first], len(states))
 
     x, *last = _through_layers(importer, layer, x, states, weights, layers, both_ways)
-    return importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x, *last
+    x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
+    return x, *last
 
 
 @converts(PACKED_LAYERS)
@@ -226,24 +232,31 @@ def recurrent_layer(importer, node, *args):
     numbers_only("oneDNN's recurrent layer", shape(x))
     size = shape(h)[-1]
     states = [importer.reshape(state, (shape(x)[1], size)) for state in (h, c)]
-    given = [x, *(weights if biases else weights[:2]), *states]
-    y, *last = _lstm_layer(importer, bool(reverse), biases, given)
+    options = {"cell": "lstm", "reverse": bool(reverse), "biases": biases, "fused": True}
+    y, *last = _layer(importer, options, [x, *(weights if biases else weights[:2]), *states], 2)
     if any(user.args[1] == 3 for user in node.users):
         raise UnsupportedUse("reads oneDNN's workspace, as a derivative inside forward does")
     return y, *(importer.reshape(each, shape(h)) for each in last), None
 
 
-def _lstm_layer(importer: Any, reverse: bool, biases: bool, tensors: list[Expr]) -> list[Expr]:
-    """Outputs and last states of one direction of one layer by oneDNN; only it knows the bytes of its workspace, for
-    given sizes."""
-    x, *_, h, c = tensors
-    (steps, batch, inputs), size = shape(x), shape(h)[1]
-    kind = getattr(torch, dtype(x))
-    results = [TensorMetadata(extents, kind) for extents in ((steps, batch, size), shape(h), shape(c))]
-    results.append(TensorMetadata((_workspace(steps, batch, inputs, size, biases, dtype(x)),), torch.uint8))
-    options = json.dumps({"reverse": reverse, "biases": biases}, sort_keys=True)
-    made = importer.library("recurrent_layer", [options, 2, *tensors], results)
-    return [importer.item(made, index) for index in range(3)]
+def _layer(importer: Any, options: dict[str, Any], tensors: list[Expr], states: int) -> list[Expr]:
+    """Outputs and last states of one direction of one layer."""
+    x = tensors[0]
+    last = [_like(shape(state), dtype(x)) for state in tensors[-states:]]
+    results = [_like((*shape(x)[:2], last[0].shape[1]), dtype(x)), *last, *_read_backwards(options, tensors)]
+    made = importer.library("recurrent_layer", [json.dumps(options, sort_keys=True), states, *tensors], results)
+    return [importer.item(made, index) for index in range(1 + states)]
+
+
+def _read_backwards(options: dict[str, Any], tensors: list[Expr]) -> list[TensorMetadata]:
+    """Metadata of the function's saved tensors: gates after their activation, cell states, or oneDNN's workspace."""
+    x, weight, *_, state = tensors
+    steps, batch, inputs = shape(x)
+    if options["fused"]:
+        return [_like((_workspace(steps, batch, inputs, shape(state)[1], options["biases"], dtype(x)),), "uint8")]
+    gates = _like((steps, batch, shape(weight)[0]), dtype(x))
+    inner = _like((steps, batch, shape(state)[1]), dtype(x))
+    return [gates, inner] if options["cell"] in ("lstm", "gru") else []
 
 
 @functools.lru_cache(maxsize=64)
@@ -254,6 +267,10 @@ def _workspace(steps: int, batch: int, inputs: int, size: int, biases: bool, ele
     tensors = [torch.zeros(each, dtype=getattr(torch, element_type)) for each in extents]
     with torch.enable_grad():
         return aten.mkldnn_rnn_layer(*tensors, False, [], 2, size, 1, biases, False, False, True)[3].numel()
+
+
+def _like(extents: Sequence[Dim], element_type: str) -> TensorMetadata:
+    return TensorMetadata(tuple(extents), getattr(torch, element_type))
 
 
 def _row(importer: Any, state: Expr, index: int) -> Expr:

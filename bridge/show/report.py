@@ -67,8 +67,7 @@ _PRODUCTS = frozenset(["mm", "mm_lt", "mm_biased", "mm_swapped", "linear", "bmm"
 
 def choices_of(entry: Entry) -> Iterator[str]:
     """Yields a line for each choice, or kind of choices, of an entry."""
-    layers = sum(step.name == "recurrent_layers" and '"cudnn": true' in str(step.attrs) for step in entry.forward.steps)
-    if layers:
+    if layers := sum(step.name == "recurrent_layers" for step in entry.forward.steps):
         calls = "1 call" if layers == 1 else f"{layers} calls"
         yield f"{calls} of recurrent layers: cuDNN's kernels, by sizes for which these were measured to be quicker"
     products = sum(_products(program.steps) for program in (entry.forward, entry.backward) if program is not None)

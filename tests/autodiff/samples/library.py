@@ -301,13 +301,16 @@ _normalized(True)
 _normalized(False)
 
 
-def _recurrent_layer(dtype, reverse, **options):
-    """One LSTM in one direction, beside ``torch.nn``'s; the sample does not return the workspace."""
-    layer, states = nn.LSTM(4, 5, bidirectional=reverse, **options, dtype=dtype), 2
+def _recurrent(cell, kind, options, fused=False):
+    """One layer in one direction, beside ``torch.nn``'s; the sample does not return the backward's operands."""
+    reverse = options.pop("reverse", False)
+    layer = kind(4, 5, bidirectional=reverse, **options, dtype=torch.float32 if fused else torch.float64)
     names = [name for name, _ in layer.named_parameters() if name.endswith("_reverse") == reverse]
-    shapes = [(3, 2, 4), *(layer.get_parameter(name).shape for name in names), (2, 5), (2, 5)]
+    states = 2 if cell == "lstm" else 1
+    sizes = [layer.proj_size or 5, 5][:states]
+    shapes = [(3, 2, 4), *(layer.get_parameter(name).shape for name in names), *((2, size) for size in sizes)]
     tensors = [draw(*extents, seed=seed).to(layer.weight_ih_l0.dtype) for seed, extents in enumerate(shapes)]
-    text = json.dumps({"reverse": reverse, "biases": layer.bias})
+    text = json.dumps({"cell": cell, "reverse": reverse, "biases": layer.bias, "fused": fused})
     made = FUNCTIONS["recurrent_layer"](text, states, *tensors)
 
     def build(scope, *params):
@@ -323,29 +326,32 @@ def _recurrent_layer(dtype, reverse, **options):
             first = [torch.stack([state, state]) for state in first]
         else:
             first = [state[None] for state in first]
-        y, last = torch.func.functional_call(layer, weights, (x, tuple(first)))
-        return [y[..., -5:], *(state[-1] for state in last)]
+        first = tuple(first) if cell == "lstm" else first[0]
+        y, last = torch.func.functional_call(layer, weights, (x, first))
+        last = last if cell == "lstm" else (last,)
+        return [y[..., -sizes[0] :], *(state[-1] for state in last)]
 
-    rounding = {"rtol": 1e-4} if dtype is torch.float32 else {}
-    sample("library.recurrent_layer", build, reference, *tensors, **rounding)
-
-
-for _dtype in (torch.float32, torch.float64):
-    _recurrent_layer(_dtype, False)
-    _recurrent_layer(_dtype, True, bias=False)
+    sample("library.recurrent_layer", build, reference, *tensors, **({"rtol": 1e-4} if fused else {}))
 
 
-def _recurrent_layers(cell, kind, cudnn=True, **options):
+_recurrent("lstm", nn.LSTM, {}, fused=True)
+_recurrent("lstm", nn.LSTM, {"bias": False, "reverse": True}, fused=True)
+_recurrent("lstm", nn.LSTM, {})
+_recurrent("lstm", nn.LSTM, {"proj_size": 2, "bias": False, "reverse": True})
+_recurrent("gru", nn.GRU, {"reverse": True})
+_recurrent("gru", nn.GRU, {"bias": False})
+_recurrent("rnn_tanh", nn.RNN, {"reverse": True})
+_recurrent("rnn_relu", nn.RNN, {"nonlinearity": "relu", "bias": False})
+
+
+def _recurrent_layers(cell, kind, **options):
     """Layers and directions in one call, beside ``torch.nn``'s."""
     layer = kind(4, 5, 2, dtype=torch.float64, **options)
     names = [name for name, _ in layer.named_parameters()]
     states, both_ways = 2 if cell == "lstm" else 1, layer.bidirectional
-    sizes = [layer.proj_size or 5, 5][:states]
-    shapes = [(3, 2, 4), *(each.shape for each in layer.parameters())]
-    shapes += [(4 if both_ways else 2, 2, size) for size in sizes]
+    shapes = [(3, 2, 4), *(each.shape for each in layer.parameters()), *[(4 if both_ways else 2, 2, 5)] * states]
     tensors = [draw(*extents, seed=seed) for seed, extents in enumerate(shapes)]
-    kind = {"cell": cell, "layers": 2, "both_ways": both_ways, "biases": layer.bias, "cudnn": cudnn}
-    text = json.dumps(kind)
+    text = json.dumps({"cell": cell, "layers": 2, "both_ways": both_ways, "biases": layer.bias})
     made = FUNCTIONS["recurrent_layers"](text, states, *tensors)
 
     def build(scope, *params):
@@ -366,8 +372,6 @@ def _recurrent_layers(cell, kind, cudnn=True, **options):
 _recurrent_layers("lstm", nn.LSTM, bidirectional=True)
 _recurrent_layers("gru", nn.GRU, bias=False)
 _recurrent_layers("rnn_relu", nn.RNN, nonlinearity="relu")
-_recurrent_layers("lstm", nn.LSTM, cudnn=False, proj_size=2, bidirectional=True)
-_recurrent_layers("rnn_tanh", nn.RNN, cudnn=False)
 
 
 def _gamma(state, concentration):
