@@ -231,7 +231,8 @@ def mish(importer, node, x):
 def log_sigmoid(importer, node, x):
     fake, buffer = importer.out(node)
     falling = op.exp(importer.emit(op.negative(importer.emit(op.abs(x)))))  # a GPU's buffer is empty
-    kept = importer.emit(falling) if buffer.numel() else importer.filled(buffer, 0)
+    is_empty = any(type(extent) is int and extent == 0 for extent in buffer.shape)
+    kept = importer.filled(buffer, 0) if is_empty else importer.emit(falling)
     return log_sigmoid_of(importer, x, fake), kept
 
 

@@ -77,7 +77,8 @@ def _norms(x):
 
 
 def _losses(x):
-    return F.mse_loss(x, x * 2), F.cross_entropy(x.mT, x.argmax(2)), F.cosine_similarity(x, x.flip(1), -1)
+    likely = F.logsigmoid(x).mean()
+    return F.mse_loss(x, x * 2), F.cross_entropy(x.mT, x.argmax(2)), F.cosine_similarity(x, x.flip(1), -1), likely
 
 
 def _numbers(x):
