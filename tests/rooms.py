@@ -22,7 +22,7 @@ _TEXTS_OF_CALLS = ("autodiff", "bridge.aten", "bridge.library")
 _CLOCKS = ("perf_counter", "process_time", "thread_time", "elapsed_time")
 BOUNDS = {
     "files": 336,
-    "lines": 76_860,
+    "lines": 77_090,
     "class names of several files": 0,
     "functions of over 60 code lines": 0,
     "classes of over 14 fields": 0,
