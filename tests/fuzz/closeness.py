@@ -33,8 +33,10 @@ def floor(value: Tensor) -> float:
     return FLOOR_ULPS * torch.finfo(value.dtype).eps * _largest(value.double())
 
 
-def distance(got: Tensor, want: Tensor) -> float:
-    """The largest difference, in float64; infinite where one is finite and the other is not."""
+def distance(got: Tensor | None, want: Tensor | None) -> float:
+    """The largest difference, in float64; infinite where one is finite and the other is not, or one is absent."""
+    if got is None or want is None:
+        return 0.0 if got is want else float("inf")
     got, want = got.double(), want.double()
     same = (got == want) | (got.isnan() & want.isnan())
     difference = torch.where(same, 0.0, (got - want).abs())
