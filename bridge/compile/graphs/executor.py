@@ -80,11 +80,11 @@ class GraphedExecutor:
         self._is_warm = False
         self._here = threading.local()
         self._left = 0
-        self._refused = recorder.refusal()
+        self._refused: str | None = None
         self.last_used = 0
         control.enroll(self)
-        if self._refused is not None:
-            control.refuse(program.name, self._refused)
+        if (reason := recorder.refusal()) is not None:
+            self._refuse(reason)
 
     @cached_property
     def _inputs(self) -> list[Form]:
@@ -153,7 +153,7 @@ class GraphedExecutor:
         return results
 
     def _refuse(self, reason: str) -> None:
-        self._refused = reason
+        self._refused, self._shared.pays = reason, False
         self._control.refuse(self._program.name, reason)
         self._streams.clear()
 

@@ -239,7 +239,7 @@ class Executor:
         prepare: called before each run, in the thread that runs.
         empty: shape, strides, element type → memory of a result.
         pool: of blocks on the device; by default, the host's.
-        actions: bound instructions, as of another executor of the program; by default, the first run binds them.
+        actions: bound instructions, as with a driver of loops; by default, the first run binds them.
     """
 
     def __init__(

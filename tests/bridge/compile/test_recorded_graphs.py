@@ -314,6 +314,25 @@ def test_automatic_holds_much_memory_only_if_the_backward_is_recorded(compiled, 
         assert ("would be held" in control.refused.get("test", "")) is not holds
 
 
+def test_a_forward_beside_a_backward_that_cannot_be_recorded_says_why_it_is_not(compiled, monkeypatch):
+    monkeypatch.setattr(module, "MAX_ALONE_BYTES", 767)
+    other = program([((12, 16), "float32"), ((16, 8), "float32")], lambda emit, x, w: [emit(R.matmul(x, w))])
+
+    def recorder(_backend, of):
+        made = HostRecorder(of)
+        made.refuses = "a collective waits for other processes" if of is other else None
+        return made
+
+    monkeypatch.setattr(type(compiled.backend), "recorder", recorder)
+    control = RecordedGraphs("auto")
+    entry = EntryGraphs(control)
+    forward = entry.forward(compiled, compiled.executor, compiled, 1, 1)
+    entry.backward(other, other.executor, other, 0)
+    for _ in range(12):
+        forward([torch.randn(12, 16), torch.randn(16, 8)])
+    assert not control.replays and control.ungraphed["memory of results would be held: 768 bytes"]
+
+
 def test_off_means_off(compiled):
     graphed = Graphed(compiled, False)
     for _ in range(10):
